@@ -95,6 +95,7 @@ unsaved_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persisten
 """Returns the names of a module's buffers that its state dict leaves out; no public name has it."""
 FAKE_LOGGER = "torch._subclasses.fake_tensor"
 """The name of the logger that reports each operation that fails on fake tensors."""
+_saved_hooks: Callable[[bool], Any] = _find("torch._C._autograd._top_saved_tensors_default_hooks")
 _pop_mode: Callable[[], Any] = _find("torch.overrides._pop_mode")
 _push_mode: Callable[[Any], None] = _find("torch.overrides._push_mode")
 """A function mode is suspended in units, so that they run as if there were none."""
@@ -181,6 +182,16 @@ def forward_hooks_of(module: nn.Module) -> MutableMapping[int, Callable[..., Any
     """Return the hooks that are called with a module, its arguments and its output."""
     hooks: MutableMapping[int, Callable[..., Any]] = module._forward_hooks
     return hooks
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Return whether a module's own backward has hooks."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def saved_tensor_hooks() -> Any:
+    """Return the hooks that are called for tensors which graphs save now, or None."""
+    return _saved_hooks(False)
 
 
 def remove_hooks(module: nn.Module) -> None:

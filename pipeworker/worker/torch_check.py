@@ -274,6 +274,19 @@ def _module_hooks_work() -> bool:
     return not ran
 
 
+def _saved_hooks_work() -> bool:
+    before = internals.saved_tensor_hooks()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        return before is None and internals.saved_tensor_hooks() is not None
+
+
+def _backward_hooks_work() -> bool:
+    modules = nn.Identity(), nn.Identity(), nn.Identity()
+    modules[0].register_full_backward_hook(lambda *_: None)
+    modules[1].register_full_backward_pre_hook(lambda *_: None)
+    return [internals.has_backward_hooks(module) for module in modules] == [True, True, False]
+
+
 def _schema_works() -> bool:
     one, two = torch.ones(1), torch.ones(1)
     found = [*internals.changed_by(torch.ops.aten.add_.Tensor, (one, two), {})]
@@ -314,6 +327,8 @@ BEHAVIOURS: dict[str, Callable[[], bool]] = {
     "torch.Tensor._backward_hooks": _hooks_work,
     "torch.nn.Module._non_persistent_buffers_set": _saved_buffers_work,
     "torch.nn.Module._forward_hooks, _forward_pre_hooks, _backward_hooks": _module_hooks_work,
+    "torch._C._autograd._top_saved_tensors_default_hooks": _saved_hooks_work,
+    "torch.nn.Module._backward_pre_hooks": _backward_hooks_work,
     "torch._ops.OpOverload._schema": _schema_works,
     "torch.overrides._push_mode, _pop_mode": _modes_work,
     "torch.distributed.distributed_c10d._get_default_store": _default_store_works,

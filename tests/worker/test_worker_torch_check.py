@@ -48,6 +48,8 @@ ALTERED: dict[str, tuple[str, Any]] = {
         "remove_hooks",
         lambda _: None,
     ),
+    "torch._C._autograd._top_saved_tensors_default_hooks": ("saved_tensor_hooks", lambda: None),
+    "torch.nn.Module._backward_pre_hooks": ("has_backward_hooks", lambda _: False),
     "torch._ops.OpOverload._schema": ("changed_by", lambda *_: iter(())),
     "torch.overrides._push_mode, _pop_mode": ("suspended", lambda _: nullcontext()),
     "torch._dynamo.callback.callback_handler": ("calling_around_compilations", None),

@@ -335,3 +335,154 @@ class Views(nn.Module):
 def test_what_cannot_be_cut_is_refused(module: nn.Module, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         plan_of(module, NO_TYPES, torch.randn(2, WIDTH))
+
+
+class Keeping(nn.Module):
+    """A unit that keeps a value in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(()))
+        self.kept: Any = None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = torch.tanh(self.linear(x))
+        self.kept = out.mean()
+        return out
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return 2 * grad * x
+
+
+class Popping(nn.Module):
+    """A unit that takes values out of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor, values: list[torch.Tensor]) -> Any:
+        return self.scale * self.linear(x + values.pop())
+
+
+class Any3(nn.Module):
+    """Three layers, a batch norm, and a forward that is given."""
+
+    def __init__(self, way: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.l = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.kept = nn.ModuleList(Keeping() for _ in range(2))
+        self.pop = Popping()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("mean", torch.ones(WIDTH))
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.way(self, x)
+
+
+def kept(m: Any, x: torch.Tensor) -> Any:
+    return m.l[0](m.kept[1](m.kept[0](x))) + m.kept[0].kept
+
+
+def function(m: Any, x: torch.Tensor) -> Any:
+    return m.l[1](Square.apply(m.l[0](x)))  # type: ignore[no-untyped-call]
+
+
+def checkpointed(m: Any, x: torch.Tensor) -> Any:
+    return torch.utils.checkpoint.checkpoint(m.l[1], m.l[0](x), use_reentrant=False)
+
+
+def buffered(m: Any, x: torch.Tensor) -> Any:
+    return m.l[1](m.l[0](x) + m.mean)
+
+
+def statistics(m: Any, x: torch.Tensor) -> Any:
+    return m.l[1](m.norm(m.l[0](x)) - m.norm.running_mean)
+
+
+def filled_by_a_view(m: Any, x: torch.Tensor) -> Any:
+    out = torch.zeros(len(x), WIDTH)
+    hidden = m.l[0](x)
+    out[:, 0].copy_(hidden[:, 0])
+    return m.l[1](hidden) + out
+
+
+def in_place(m: Any, x: torch.Tensor) -> Any:
+    hidden = m.l[0](x)
+    view = hidden[:, :4]
+    other = m.l[1](hidden.clone())
+    F.relu(hidden, inplace=True)
+    return m.l[2](hidden + other) + view.sum()
+
+
+def reshaped(m: Any, x: torch.Tensor) -> Any:
+    hidden = m.l[0](x).clone()
+    hidden.unsqueeze_(1)
+    return m.l[1](hidden)
+
+
+def popped(m: Any, x: torch.Tensor) -> Any:
+    hidden = m.l[0](x)
+    return m.pop(m.l[1](hidden), [hidden])
+
+
+def drawn_late(m: Any, x: torch.Tensor) -> Any:
+    hidden = F.dropout(m.l[0](x))
+    return m.l[1](hidden + torch.rand(len(x), WIDTH))
+
+
+def hooked_late(m: Any, x: torch.Tensor) -> Any:
+    hidden = m.l[0](x)
+    other = m.l[1](hidden)
+    hidden.register_hook(lambda grad: grad * 2)
+    return m.l[2](other + hidden)
+
+
+def branching(m: Any, x: torch.Tensor) -> Any:
+    hidden = m.l[0](x)
+    return m.l[1](hidden) if bool((hidden > 0).any()) else m.l[2](hidden)
+
+
+def selecting(m: Any, x: torch.Tensor) -> Any:
+    hidden = m.l[0](x)
+    return m.l[1](hidden[x[:, 0] > 0])
+
+
+def replaced(m: Any, x: torch.Tensor) -> Any:
+    halves = {name: p * 0.5 for name, p in m.l[1].named_parameters()}
+    return torch.func.functional_call(m.l[1], halves, (m.l[0](x),))
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        (kept, "uses a tensor that a unit keeps in an attribute"),
+        (function, "calls the autograd.Function Square between its layers"),
+        (checkpointed, "makes a checkpoint"),
+        (buffered, "uses the buffer 'mean' outside"),
+        (statistics, "uses the buffer 'norm.running_mean' outside"),
+        (filled_by_a_view, "fills a tensor that is a view or has one"),
+        (in_place, "changes a tensor in place"),
+        (reshaped, "calls unsqueeze_ on an activation"),
+        (popped, "removes or replaces what is in a list"),
+        (drawn_late, "draws random numbers of the input behind"),
+        (hooked_late, "registers a hook on a tensor that an earlier layer has used"),
+        (branching, "depends on the numbers of an activation, at test_cut.py"),
+        (selecting, "depends on the numbers of an activation, at test_cut.py"),
+        (replaced, "replaces the parameters of a unit"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_stages_would_compute_otherwise_is_refused(way: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan_of(Any3(way), NO_TYPES, torch.randn(4, WIDTH))

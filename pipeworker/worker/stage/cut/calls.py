@@ -40,6 +40,18 @@ def line_of_the_user() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "?"
 
 
+def line_of_error(error: BaseException) -> str:
+    """Return the last file and line of the user's or a library's code that raised an error."""
+    found = "?"
+    trace = error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if not name.startswith(_NOT_SHOWN):
+            found = f"{Path(name).name}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
 class Counting(TorchFunctionMode):
     """Passes each call of a function of torch outside of units to a run."""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import is_
 from typing import Any
 
+from pipeworker.errors import UsageError
 from pipeworker.worker.internals import pytree
 
 Held = list[tuple[Any, Any]]
@@ -38,6 +40,17 @@ def effects_since(held: Held) -> Effects:
     """Return what was put into the containers since :func:`held_by`."""
     found: Effects = []
     for place, (one, before) in enumerate(held):
+        kept = list(one)[: len(before)] if isinstance(one, list) else list(one.keys())
+        if isinstance(one, list):
+            same = len(kept) == len(before) and all(map(is_, kept, before))
+        else:
+            same = {*before} <= {*kept}
+        if not same:
+            raise UsageError(
+                "model(): a module with parameters removes or replaces what is in a "
+                f"{type(one).__name__} that it is called with, and may only add to it; have it "
+                "return the values, or cut the model by hand, as a list of layers"
+            )
         if isinstance(one, list):
             found += [(place, None, value) for value in one[len(before) :]]
         else:

@@ -90,6 +90,7 @@ class Forward:
         self.first, self.stop = first, first + len(calls)
         self._calls, self._outside, self._enter, self._leave = calls, outside, enter, leave
         self._units, self._known = units, known
+        self._has_fake_weights = any(is_fake(p) for unit in units for p in unit.parameters())
         self._mode = Counting(self.operation)
         self._layer = 0  # whose unit is called next
         self._count = 0
@@ -314,9 +315,7 @@ class Forward:
 
     def _begin_layer(self) -> None:
         layer = self._layer
-        if self._enter is not None and (
-            self.first <= layer < self.stop or layer in self._plan.random
-        ):
+        if self._enter is not None and layer < self.stop:
             self._enter(layer)
 
     def _passed(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -350,6 +349,8 @@ class Forward:
         if structure != self._plan.structures[layer]:
             raise self._elsewhere(f"{self._plan.units[layer]} returns another structure")
         self._described.append(descriptions(leaves, self._plan.units[layer]))
+        if not self._has_fake_weights and any(is_fake(t) for t in leaves if torch.is_tensor(t)):
+            raise self._elsewhere(f"{self._plan.units[layer]} got a value that is elsewhere")
         self._number([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         if self._leave is not None:
             self._leave(layer, out)
@@ -371,6 +372,8 @@ class Forward:
                 out = module(*args, **kwargs)
                 if self._layer >= self.stop == len(self._plan):
                     out = self._now(out, tensors_of(out))
+                    if not self._has_fake_weights and any(map(is_fake, tensors_of(out))):
+                        raise self._elsewhere("its output has a value that is elsewhere")
         except Left:
             pass
         if self.stop < len(self._plan):

@@ -35,7 +35,6 @@ class CutPlan:
         changed: by count, the arguments of a call that it changed although they did not depend on
             parameters before: their places among the call's tensors.
         parameters: names of parameters used outside of units, and the layers that use them.
-        random: the layers whose code outside of units draws random numbers from the input alone.
         hooked: for each layer, the modules within its unit whose outputs a hook gets that the
             forward itself has added, in order.
         touched: the places of those tensors of the input that the forward changes.
@@ -50,7 +49,6 @@ class CutPlan:
     same: dict[Number, Number] = field(default_factory=dict)
     changed: dict[int, list[int]] = field(default_factory=dict)
     parameters: dict[str, list[int]] = field(default_factory=dict)
-    random: list[int] = field(default_factory=list)
     hooked: list[list[str]] = field(default_factory=list)
     touched: list[int] = field(default_factory=list)
     types: list[str] = field(default_factory=list)
@@ -93,7 +91,7 @@ class CutPlan:
             [
                 *(self.units, self.classes, self.counts, self.structures),
                 *(list(self.users.items()), list(self.same.items()), list(self.changed.items())),
-                *(list(self.parameters.items()), self.random, self.hooked),
+                *(list(self.parameters.items()), self.hooked),
                 *(self.touched, self.types),
             ]
         )
@@ -103,7 +101,7 @@ class CutPlan:
     def unpack(packed: bytes) -> CutPlan:
         """Return the plan that :meth:`pack` packed."""
         found = msgpack.unpackb(packed, use_list=False)
-        units, classes, counts, structures, users, same, changed, parameters, random, *rest = found
+        units, classes, counts, structures, users, same, changed, parameters, *rest = found
         hooked, touched, types = rest
         return CutPlan(
             list(units),
@@ -114,7 +112,6 @@ class CutPlan:
             dict(same),
             {count: list(places) for count, places in changed},
             {name: list(layers) for name, layers in parameters},
-            list(random),
             [list(names) for names in hooked],
             list(touched),
             list(types),

@@ -29,16 +29,20 @@ from pipeworker.worker.stage.cut.calls import (
     arguments,
     descriptions,
     is_in_place,
+    line_of_error,
     line_of_the_user,
     numbers_of,
     tensors_of,
 )
 from pipeworker.worker.stage.cut.containers import Held, effects_since, held_by
+from pipeworker.worker.stage.cut.guards import Guards, refused
 from pipeworker.worker.stage.cut.inner_hooks import Heard, hooked_in, listening, tell
 from pipeworker.worker.stage.cut.plan import INPUT, CutPlan, Number
 from pipeworker.worker.stage.cut.units import stand_in
 from pipeworker.worker.transport.structure import TypeRegistry, flatten
 
+_NEEDS_NUMBERS = ("DataDependentOutputException", "DynamicOutputShapeException")
+"""Names of the exceptions of fake tensors whose numbers are asked for."""
 _METADATA = frozenset(
     {"__get__", "size", "dim", "numel", "__len__", "stride", "is_floating_point", "is_complex"}
     | {"get_device", "element_size", "nelement", "ndimension", "__hash__"}
@@ -72,7 +76,7 @@ class Planning:
         self._at = 0
         self._storages: dict[int, set[Number]] = {}
         self._changes: list[tuple[int, int, Number, str]] = []
-        self._random: list[Any] = []
+        self._inside = False
 
     def run(self, module: nn.Module, units: dict[str, Any], batch: Any) -> CutPlan:
         """Return the plan for an input.
@@ -82,6 +86,7 @@ class Planning:
             Exception: whatever the module's forward raises.
         """
         self._units = units
+        self._guards = Guards(module, [unit for unit, _ in units.values()], _states)
         leaves, _ = flatten(batch, self._types)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._input = {id(tensor): place for place, tensor in enumerate(tensors)}
@@ -92,10 +97,13 @@ class Planning:
         level = logger.level
         logger.setLevel(logging.CRITICAL)  # a unit that needs numbers gets them
         try:
-            with rng.preserve_generators():
-                self._random = _states()
-                with self._mode:
-                    out = module(*args, **kwargs)
+            functions = self._guards.functions(self._between_units)
+            with rng.preserve_generators(), functions, self._mode:
+                out = module(*args, **kwargs)
+        except Exception as error:
+            if type(error).__name__ in _NEEDS_NUMBERS:
+                raise self._needs_numbers(error) from error
+            raise
         finally:
             logger.setLevel(level)
         if not self.plan.units:
@@ -103,6 +111,8 @@ class Planning:
         self._at -= 1
         last = self._at
         self._use(tensors_of(out))
+        unknown = self._unknown(tensors_of(out))
+        self._guards.check_tensors(last, self.plan.units[last], unknown)
         plan = self.plan
         for place, (tensor, before) in enumerate(zip(tensors, versions, strict=True)):
             if version_of(tensor) != before:
@@ -122,6 +132,22 @@ class Planning:
         self._check_views()
         return plan
 
+    def _here(self) -> tuple[int, str]:
+        """Return the layer that the forward is in, and what messages call it."""
+        return self._at, self.plan.units[-1] if self.plan.units else "before its first unit"
+
+    def _between_units(self) -> tuple[int, str]:
+        return (-1, "") if self._inside else self._here()
+
+    def _needs_numbers(self, error: Exception) -> UsageError:
+        layer, unit = self._here()
+        return UsageError(
+            f"layer {layer} ({unit}): the model's forward depends on the numbers of an activation, "
+            f"at {line_of_error(error)}: an if, an assertion, item() or a selection by a mask. A "
+            "pipeline cannot cut it there; move the code into a module with parameters, which runs "
+            "as a whole, or cut the model by hand, as a list of layers"
+        )
+
     def changes(self, tensor: torch.Tensor) -> bool:
         """Return whether the forward fills a tensor, which is no input, with values of layers."""
         return id(tensor) in self._numbers
@@ -138,20 +164,51 @@ class Planning:
                 for tensor in tensors:
                     if id(tensor) in self._input:
                         self._everywhere.add(self._input[id(tensor)])
+            self._guards.plain(*self._here(), tensors)
             return out
+        self._guards.check_tensors(*self._here(), self._unknown(tensors))
+        self._guards.tainted(*self._here(), name, tensors)
+        if name == "register_hook":
+            self._check_hooked(tainted)
         self._use(tensors)
         changed = kwargs.get("out") if "out" in kwargs else args[0] if is_in_place(name) else None
         if isinstance(changed, torch.Tensor):
             if not any(changed is t for t in tainted):
+                self._guards.filled(*self._here(), changed)
                 places = [place for place, t in enumerate(tensors) if t is changed]
                 self.plan.changed[self._count] = places[:1]
                 self._number([changed])
                 return None if name == "__setitem__" else changed
             self._note_change(changed)
+        before = [version_of(tensor) for tensor in tensors]
         out = func(*args, **kwargs)
+        for tensor, version in zip(tensors, before, strict=True):
+            if version_of(tensor) != version and tensor is not changed:
+                self._note_change(tensor)
         if made := tensors_of(out):
             self._number(made)
         return out
+
+    def _unknown(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the fake tensors that no counted call, and no unit, has returned."""
+        return [
+            tensor
+            for tensor in tensors
+            if is_fake(tensor)
+            and id(tensor) not in self._numbers
+            and id(tensor) not in self._parameters
+        ]
+
+    def _check_hooked(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Reject a hook on the gradient of a value that earlier layers have used already."""
+        for number in numbers_of(tensors, self._numbers):
+            used = self._used.get(number, set())
+            if any(self._made[number] < layer < self._at for layer in used):
+                raise refused(
+                    *self._here(),
+                    "registers a hook on a tensor that an earlier layer has used",
+                    "register it directly behind the module that makes the tensor",
+                )
 
     def _use(self, tensors: Sequence[torch.Tensor]) -> None:
         for number in numbers_of(tensors, self._numbers):
@@ -198,13 +255,24 @@ class Planning:
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do the call of a unit, which ends a layer."""
+        if self._inside:  # a module that is a unit, and is called within another one
+            return self._units[name][1](*args, **kwargs)
         with suspended(self._mode):
-            return self._call(name, args, kwargs)
+            self._inside = True
+            try:
+                return self._call(name, args, kwargs)
+            finally:
+                self._inside = False
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit, forward = self._units[name]
-        if _states() != self._random:
-            self.plan.random.append(self._at)
+        here = self._at, name
+        if any(id(parameter) not in self._parameters for parameter in unit.parameters()):
+            raise refused(*here, "replaces the parameters of a unit", "do it within a unit")
+        self._guards.check_context(*here)
+        self._guards.begin_layer()
+        given = tensors_of((args, kwargs))
+        self._guards.check_tensors(*here, self._unknown(given))
         held = held_by(args, kwargs)
         inside = [*tensors_of((args, kwargs)), *tensors_of([before for _, before in held])]
         self._use(inside)
@@ -225,7 +293,6 @@ class Planning:
         self.plan.counts.append(self._count)
         self._at += 1
         tell(unit, heard)
-        self._random = _states()
         return out
 
     def _shapes(

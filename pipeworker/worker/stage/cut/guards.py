@@ -1,0 +1,168 @@
+"""What a forward does between units that its parts on several stages would do otherwise: refused.
+
+The checks are made while a plan is made, on the calls of torch's functions outside of units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeworker.errors import UsageError
+from pipeworker.worker.internals import (
+    base_of,
+    has_backward_hooks,
+    is_fake,
+    saved_tensor_hooks,
+    storage_uses,
+)
+from pipeworker.worker.stage.cut.calls import line_of_the_user
+from pipeworker.worker.stage.cut.units import saved_buffers
+
+_BY_HAND = "or cut the model by hand, as a list of layers"
+_RESHAPING = frozenset(
+    f"{name}_"
+    for name in ("unsqueeze", "squeeze", "t", "transpose", "swapaxes", "swapdims", "resize")
+) | {"as_strided_", "detach_", "requires_grad_", "set_", "resize_as_", "__set__", "__delete__"}
+"""Functions that change more of a tensor than its numbers."""
+_RANDOM = frozenset(
+    {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
+    | {"rrelu", "bernoulli", "multinomial", "rand_like", "randn_like", "randint_like", "normal"}
+    | {"uniform_", "normal_", "bernoulli_", "exponential_", "random_", "gumbel_softmax"}
+)
+"""Functions that draw random numbers for a tensor."""
+_ALONE = 2
+"""What :func:`storage_uses` returns for a tensor whose storage no other one uses."""
+
+
+def refused(layer: int, unit: str, reason: str, remedy: str) -> UsageError:
+    """Return the error for a forward that cannot be cut, with the line that called torch."""
+    return UsageError(
+        f"layer {layer} ({unit}): the model's forward {reason}, at {line_of_the_user()}; {remedy}, "
+        f"{_BY_HAND}"
+    )
+
+
+class Guards:
+    """The checks of one run of a hollow module's forward.
+
+    Args:
+        module: the hollow module.
+        units: its units.
+        states: returns what changes when a random number is drawn.
+    """
+
+    def __init__(
+        self, module: nn.Module, units: Sequence[nn.Module], states: Callable[[], Any]
+    ) -> None:
+        inside = {id(buffer) for unit in units for buffer in unit.buffers()}
+        saved = {id(buffer) for _, buffer in saved_buffers(module)}
+        self._buffers = {
+            id(b): name for name, b in module.named_buffers() if id(b) in inside | saved
+        }
+        self._hooks = saved_tensor_hooks()
+        self._states = states
+        self._drawn: Any = None
+        own = {id(one) for unit in units for one in unit.modules()}
+        for name, one in module.named_modules():
+            if id(one) not in own and has_backward_hooks(one):
+                raise UsageError(
+                    f"model(): {name or 'the module'} has a hook on its backward, and its layers "
+                    f"may be on several stages; put the hook on one of them, {_BY_HAND}"
+                )
+
+    def begin_layer(self) -> None:
+        """Note that a layer begins."""
+        self._drawn = None
+
+    def check_tensors(self, layer: int, unit: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Reject a tensor that comes from a unit on a way that is not seen.
+
+        Raises:
+            UsageError: there is one.
+        """
+        if any(map(is_fake, tensors)):
+            raise refused(
+                layer,
+                unit,
+                "uses a tensor that a unit keeps in an attribute or an object of its own",
+                "have the unit return it",
+            )
+
+    def plain(self, layer: int, unit: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Check a call whose arguments do not depend on parameters, when it is done."""
+        self.check_tensors(layer, unit, tensors)
+        self._check_buffers(layer, unit, tensors)
+        if self._drawn is not None and self._states() != self._drawn:
+            raise refused(
+                layer,
+                unit,
+                "draws random numbers of the input behind random numbers of an activation",
+                "draw them first",
+            )
+
+    def tainted(self, layer: int, unit: str, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Check a call whose arguments depend on parameters, before it is done."""
+        self._check_buffers(layer, unit, tensors)
+        if name in _RESHAPING:
+            raise refused(layer, unit, f"calls {name} on an activation", "make a new tensor")
+        if name in _RANDOM:
+            self._drawn = self._states()
+        self.check_context(layer, unit)
+
+    def check_context(self, layer: int, unit: str) -> None:
+        """Reject a checkpoint, or other hooks on saved tensors, around layers."""
+        if saved_tensor_hooks() != self._hooks:
+            raise refused(
+                layer,
+                unit,
+                "makes a checkpoint, or has hooks on saved tensors",
+                "leave checkpoints to --recompute",
+            )
+
+    def filled(self, layer: int, unit: str, tensor: torch.Tensor) -> None:
+        """Check a tensor of the input, or a new one, that gets numbers of an activation."""
+        if base_of(tensor) is not None or storage_uses(tensor) > _ALONE:
+            raise refused(
+                layer,
+                unit,
+                "fills a tensor that is a view or has one with numbers of an activation",
+                "fill the whole tensor by one that has no view",
+            )
+
+    def _check_buffers(self, layer: int, unit: str, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if name := self._buffers.get(id(tensor)):
+                raise refused(
+                    layer,
+                    unit,
+                    f"uses the buffer {name!r} outside of the module that computes with it",
+                    "register it with persistent=False on a module without parameters, or use it "
+                    "within a layer",
+                )
+
+    @contextmanager
+    def functions(self, where: Callable[[], tuple[int, str]]) -> Iterator[None]:
+        """Reject calls of ``torch.autograd.Function.apply`` between units."""
+        original = torch.autograd.Function.__dict__["apply"]
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            layer, unit = where()
+            if layer >= 0:
+                raise refused(
+                    layer,
+                    unit,
+                    f"calls the autograd.Function {cls.__name__} between its layers",
+                    "call it within a layer",
+                )
+            return original.__func__(cls, *args, **kwargs)
+
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            torch.autograd.Function.apply = original  # type: ignore[method-assign]
