@@ -13,8 +13,8 @@ PYTHONS ?=
 TORCHES ?= 2.13.0 2.15.0
 VENV := .venv
 BIN := $(VENV)/bin
-# Tests wait at times, so run a process more than there are cores, up to four.
-PROCESSES := $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 1)); echo $$((n < 4 ? n : 4)))
+# Tests wait at times, so run two processes more than there are cores, up to four.
+PROCESSES := $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 2)); echo $$((n < 4 ? n : 4)))
 
 .PHONY: demo test test-all check docs soak chaos fuzz schedules clean
 
