@@ -12,7 +12,7 @@ from pipeworker.worker.internals import pytree
 Held = list[tuple[Any, Any]]
 """The containers in the arguments of a call, each with a copy of what it held."""
 Effects = list[tuple[int, Any, Any]]
-"""What was put into them: the container's place, the key (None: appended) and the value."""
+"""Additions to them: the container's place, the key (None: appended) and the value."""
 
 
 def _containers(value: Any) -> Iterator[Any]:

@@ -97,16 +97,16 @@ class Forward:
         self._numbers: dict[int, Number] = {}
         """By the id of each tensor that depends on parameters."""
         self._kept: dict[int, Any] = {}
-        """What keeps ids unique: stand-ins, and weak references to other tensors."""
+        """Stand-ins, and weak references to other tensors, by id: so an id stays unique."""
         self._absent: set[int] = set()
         """The ids of stand-ins."""
         self._unneeded: set[int] = set()
         """The ids of stand-ins for tensors of the input, of which only shapes are needed here."""
         self._arrived: dict[Number, torch.Tensor] = {}
         self._present: dict[int, torch.Tensor] = {}
-        """What arrived, by the id of its stand-in."""
+        """The arrived tensors, by the ids of their stand-ins."""
         self._made: dict[Number, torch.Tensor] = {}
-        """What later stages need of what was made here."""
+        """The tensors made here that later stages need."""
         self._described: list[tuple[Any, ...]] = []
         """By layer, descriptions of what its unit returned and put into containers."""
 

@@ -1,6 +1,6 @@
-"""What a forward does between units that its parts on several stages would do otherwise: refused.
+"""Checks that refuse code between units which the stages would not compute as one process does.
 
-The checks are made while a plan is made, on the calls of torch's functions outside of units.
+They are made while a plan is made, on the calls of torch's functions outside of units.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _RANDOM = frozenset(
 )
 """Functions that draw random numbers for a tensor."""
 _ALONE = 2
-"""What :func:`storage_uses` returns for a tensor whose storage no other one uses."""
+"""The result of :func:`storage_uses` for a tensor whose storage no other one uses."""
 
 
 def refused(layer: int, unit: str, reason: str, remedy: str) -> UsageError:

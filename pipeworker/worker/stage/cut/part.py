@@ -207,7 +207,7 @@ class Part(nn.Module):
 
     @property
     def pipeworker_kind(self) -> str:
-        """What messages call this layer: ``blocks.3, Block``."""
+        """The name of this layer in messages: ``blocks.3, Block``."""
         return f"{self.cut.plan.names[self.index]}, {type(self).__name__}"
 
     @property

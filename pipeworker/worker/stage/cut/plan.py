@@ -22,7 +22,7 @@ INPUT = -1
 
 @dataclass(slots=True)
 class CutPlan:
-    """What a run of a module on fake parameters has shown. Layer ``i`` is the i-th call of a unit.
+    """The result of a run of a module on fake parameters. Layer ``i`` is the i-th call of a unit.
 
     Attributes:
         units: the name of the unit that each layer calls.
