@@ -78,7 +78,11 @@ class Model:
         self._declared = job.tied
 
     def _made(self) -> Any:
-        """Return what ``model`` returns, or is; of a large module, parameters have no memory."""
+        """Return what ``model`` returns, or is; of a large module, parameters have no memory.
+
+        Of a large model it is known only when it is built whether it is a sequence, which is built
+        as a whole: so a large sequence is built twice, once without memory.
+        """
         make = self._make
         if not job_file.is_function(make):
             return make
