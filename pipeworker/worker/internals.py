@@ -194,11 +194,28 @@ def saved_tensor_hooks() -> Any:
     return _saved_hooks(False)
 
 
-def remove_hooks(module: nn.Module) -> None:
-    """Remove the hooks of a module, and of those within it, which run around its forward."""
+Hooks = list[dict[int, Callable[..., Any]]]
+"""The hooks of a module, and of those within it, which run around its forward."""
+
+
+def _hook_dicts(module: nn.Module) -> Iterator[MutableMapping[int, Callable[..., Any]]]:
     for one in module.modules():
-        for hooks in (one._forward_pre_hooks, one._forward_hooks, one._backward_hooks):
-            hooks.clear()
+        yield from (one._forward_pre_hooks, one._forward_hooks, one._backward_hooks)
+
+
+def take_hooks(module: nn.Module) -> Hooks:
+    """Remove the hooks of a module, and of those within it, and return them."""
+    taken = []
+    for hooks in _hook_dicts(module):
+        taken.append(dict(hooks))
+        hooks.clear()
+    return taken
+
+
+def put_hooks(module: nn.Module, taken: Hooks) -> None:
+    """Put hooks that were taken from a module, or from the one it is a copy of, back."""
+    for hooks, own in zip(_hook_dicts(module), taken, strict=False):
+        hooks.update(own)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -269,9 +269,12 @@ def _module_hooks_work() -> bool:
     module, ran = nn.Identity(), []
     module.register_forward_pre_hook(lambda *_: ran.append(1))
     module.register_forward_hook(lambda *_: ran.append(2))
-    internals.remove_hooks(module)
+    taken = internals.take_hooks(module)
     module(torch.ones(1))
-    return not ran
+    silent = not ran
+    internals.put_hooks(module, taken)
+    module(torch.ones(1))
+    return silent and ran == [1, 2]
 
 
 def _saved_hooks_work() -> bool:

@@ -45,8 +45,8 @@ ALTERED: dict[str, tuple[str, Any]] = {
     "torch.nn.modules.batchnorm._BatchNorm": ("BatchNorm", nn.BatchNorm1d),
     "torch.nn.Module._non_persistent_buffers_set": ("unsaved_buffers_of", lambda _: set()),
     "torch.nn.Module._forward_hooks, _forward_pre_hooks, _backward_hooks": (
-        "remove_hooks",
-        lambda _: None,
+        "take_hooks",
+        lambda _: [],
     ),
     "torch._C._autograd._top_saved_tensors_default_hooks": ("saved_tensor_hooks", lambda: None),
     "torch.nn.Module._backward_pre_hooks": ("has_backward_hooks", lambda _: False),

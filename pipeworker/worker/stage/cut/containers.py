@@ -62,6 +62,13 @@ def effects_since(held: Held) -> Effects:
     return found
 
 
+def restore(held: Held) -> None:
+    """Put back into the containers what they held."""
+    for one, before in held:
+        one.clear()
+        (one.extend if isinstance(one, list) else one.update)(before)
+
+
 def repeat(held: Held, effects: Effects) -> None:
     """Put the same into the containers of another run."""
     for place, key, value in effects:

@@ -21,22 +21,19 @@ def hooked_in(unit: nn.Module) -> list[str]:
 
 @contextmanager
 def listening(unit: nn.Module, names: Sequence[str]) -> Iterator[Heard]:
-    """Collect what modules within a unit return, instead of calling their hooks."""
+    """Collect what modules within a unit return."""
     heard: Heard = []
-    kept = []
-    for name in names:
-        hooks = forward_hooks_of(unit.get_submodule(name))
-        kept.append((hooks, dict(hooks)))
-        hooks.clear()
+    handles = [
         unit.get_submodule(name).register_forward_hook(
             lambda _, __, out, name=name: heard.append((name, out))
         )
+        for name in names
+    ]
     try:
         yield heard
     finally:
-        for hooks, before in kept:
-            hooks.clear()
-            hooks.update(before)
+        for handle in handles:
+            handle.remove()
 
 
 def tell(unit: nn.Module, heard: Heard) -> None:

@@ -12,11 +12,14 @@ from torch import nn
 
 from pipeworker.errors import UsageError, a_type
 from pipeworker.facts.layer_names import LayerNames
-from pipeworker.worker.internals import pytree, remove_hooks, version_of
+from pipeworker.worker.internals import pytree, version_of
 from pipeworker.worker.stage.cut.forward import Enter, Forward, StandIns
 from pipeworker.worker.stage.cut.inner_hooks import forget_library_hooks
+from pipeworker.worker.stage.cut.isolation import Isolation
 from pipeworker.worker.stage.cut.plan import CutPlan
 from pipeworker.worker.stage.cut.planning import Planning
+from pipeworker.worker.stage.cut.rehearsal import Rehearsal
+from pipeworker.worker.stage.cut.shapes import HollowUnit
 from pipeworker.worker.stage.cut.units import hollow, saved_buffers, switch_off, units_of
 from pipeworker.worker.transport.structure import TypeRegistry
 
@@ -40,9 +43,7 @@ class Cut:
         self.plan, self.types = plan, types
         self.module = _hollow(module, device)
         self._device = device
-        self._parameters = {
-            id(parameter): name for name, parameter in self.module.named_parameters()
-        }
+        self._parameters = _names_of(self.module)
         self._modes = [(one, one.training) for one in self.module.modules()]
         self._is_training: bool | None = None
         self.switched_off: list[str] = []
@@ -133,14 +134,19 @@ def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
         UsageError: the module cannot be cut; the message has the reason.
         Exception: whatever its forward raises.
     """
-    copied = _hollow(module, torch.device("cpu"))
-    parameters = {id(parameter): name for name, parameter in copied.named_parameters()}
-    planning = Planning(types, parameters, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    copied, fresh = _hollow(module, cpu), _hollow(module, cpu)
+    planning = Planning(types, _names_of(copied))
     units = _intercept(copied, lambda name, *args, **kwargs: planning.call(name, args, kwargs))
-    inside = {id(buffer) for unit, _ in units.values() for buffer in unit.buffers()}
+    itself = Isolation({"": module}, lambda _: module)
+    inside = {id(buffer) for one in units.values() for buffer in one.unit.buffers()}
     outside = [(n, b, version_of(b)) for n, b in copied.named_buffers() if id(b) not in inside]
+    isolation = Isolation(
+        {name: one.unit for name, one in units.items()},
+        lambda name: hollow(fresh.get_submodule(name), cpu),
+    )
     with torch.enable_grad():
-        plan = planning.run(copied, units, pytree.tree_map_only(torch.Tensor, torch.clone, batch))
+        plan = planning.run(copied, units, isolation, _copy(batch))
     now = dict(copied.named_buffers())
     for name, buffer, version in outside:
         if now.get(name) is not buffer or version_of(buffer) != version or planning.changes(buffer):
@@ -148,20 +154,40 @@ def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
                 f"model(): its forward changes the buffer {name!r} outside of the modules that its "
                 "layers are made of; move it into one of them, or return a list of layers"
             )
+    if changed := itself.changed("", module):
+        raise UsageError(
+            f"model(): a hook or another function holds the module, and sets {changed!r} of it; a "
+            "pipeline runs copies of the module: have the function use the module that it is given"
+        )
+    calls: list[Callable[..., Any]] = []
+    _intercept(fresh, lambda name, *args, **kwargs: calls[-1](name, args, kwargs))
+    for cause in (
+        ("a unit", "where the unit ran on another stage,"),
+        ("an earlier forward", "in a second run"),
+    ):
+        rehearsal = Rehearsal(
+            *(plan, types, _names_of(fresh), planning.trace.calls, planning.described), cause
+        )
+        calls.append(rehearsal.call)
+        rehearsal.rehearse(fresh, _copy(batch))
     return plan
 
 
-def _intercept(
-    module: nn.Module, call: Callable[..., Any]
-) -> dict[str, tuple[nn.Module, Callable[..., Any]]]:
-    """Have each unit of a module call a function, with its name; return units and forwards."""
-    units: dict[str, tuple[nn.Module, Callable[..., Any]]] = {}
+def _copy(batch: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, torch.clone, batch)
+
+
+def _names_of(module: nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
+def _intercept(module: nn.Module, call: Callable[..., Any]) -> dict[str, HollowUnit]:
+    """Have each unit of a hollow module call a function, with its name; return the units."""
+    units: dict[str, HollowUnit] = {}
     for name in units_of(module):
         unit = module.get_submodule(name)
-        if all(unit is not one for one, _ in units.values()):
-            units[name] = unit, unit.forward
-            remove_hooks(unit)
-            unit.forward = partial(call, name)
+        if all(unit is not one.unit for one in units.values()):
+            units[name] = HollowUnit(unit, partial(call, name))
     return units
 
 

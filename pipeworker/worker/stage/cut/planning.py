@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from pipeworker.errors import UsageError
 from pipeworker.worker.internals import (
     FAKE_LOGGER,
     is_fake,
-    pytree,
-    remove_hooks,
     storage_key,
     suspended,
     version_of,
@@ -29,16 +26,19 @@ from pipeworker.worker.stage.cut.calls import (
     arguments,
     descriptions,
     is_in_place,
+    leaves_of,
     line_of_error,
     line_of_the_user,
     numbers_of,
     tensors_of,
 )
-from pipeworker.worker.stage.cut.containers import Held, effects_since, held_by
+from pipeworker.worker.stage.cut.containers import Held, effects_since, held_by, restore
 from pipeworker.worker.stage.cut.guards import Guards, refused
-from pipeworker.worker.stage.cut.inner_hooks import Heard, hooked_in, listening, tell
+from pipeworker.worker.stage.cut.inner_hooks import Heard, hooked_in, tell
+from pipeworker.worker.stage.cut.isolation import Isolation
 from pipeworker.worker.stage.cut.plan import INPUT, CutPlan, Number
-from pipeworker.worker.stage.cut.units import stand_in
+from pipeworker.worker.stage.cut.shapes import HollowUnit
+from pipeworker.worker.stage.cut.trace import Recording, Trace
 from pipeworker.worker.transport.structure import TypeRegistry, flatten
 
 _NEEDS_NUMBERS = ("DataDependentOutputException", "DynamicOutputShapeException")
@@ -54,16 +54,19 @@ class Planning:
     """A run that makes a plan.
 
     Args:
-        module: a hollow module, whose units call :meth:`call`.
-        units: the units' names and the hollow modules' own forwards.
+        types: the classes that may occur in the values.
+        parameters: the names of the hollow module's parameters, by id.
+
+    Attributes:
+        trace: the calls that depend on parameters.
+        described: by layer, descriptions of what its unit returned.
     """
 
-    def __init__(
-        self, types: TypeRegistry, parameters: dict[int, str], device: torch.device
-    ) -> None:
-        self.plan = CutPlan()
+    def __init__(self, types: TypeRegistry, parameters: dict[int, str]) -> None:
+        self.plan, self.trace = CutPlan(), Trace()
+        self.described: list[tuple[Any, ...]] = []
         self._mode = Counting(self.operation)
-        self._types, self._parameters, self._device = types, parameters, device
+        self._types, self._parameters = types, parameters
         self._numbers: dict[int, Number] = {}
         self._kept: list[Any] = []
         self._made: dict[Number, int] = {}
@@ -78,15 +81,23 @@ class Planning:
         self._changes: list[tuple[int, int, Number, str]] = []
         self._inside = False
 
-    def run(self, module: nn.Module, units: dict[str, Any], batch: Any) -> CutPlan:
+    def run(
+        self, module: nn.Module, units: Mapping[str, HollowUnit], isolation: Isolation, batch: Any
+    ) -> CutPlan:
         """Return the plan for an input.
+
+        Args:
+            module: a hollow module, whose units call :meth:`call`.
+            units: its units by name.
+            isolation: what they hold when the forward begins.
+            batch: the input.
 
         Raises:
             UsageError: the module cannot be cut; the message has the reason.
             Exception: whatever the module's forward raises.
         """
-        self._units = units
-        self._guards = Guards(module, [unit for unit, _ in units.values()], _states)
+        self._units, self._isolation = units, isolation
+        self._guards = Guards(module, [one.unit for one in units.values()], _states)
         leaves, _ = flatten(batch, self._types)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._input = {id(tensor): place for place, tensor in enumerate(tensors)}
@@ -171,6 +182,8 @@ class Planning:
         if name == "register_hook":
             self._check_hooked(tainted)
         self._use(tensors)
+        leaves = [*leaves_of(args), *leaves_of(kwargs)]
+        self.trace.add(name, leaves, self._numbers, self._parameters)
         changed = kwargs.get("out") if "out" in kwargs else args[0] if is_in_place(name) else None
         if isinstance(changed, torch.Tensor):
             if not any(changed is t for t in tainted):
@@ -256,7 +269,8 @@ class Planning:
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do the call of a unit, which ends a layer."""
         if self._inside:  # a module that is a unit, and is called within another one
-            return self._units[name][1](*args, **kwargs)
+            with self._units[name].itself() as unit:
+                return unit(*args, **kwargs)
         with suspended(self._mode):
             self._inside = True
             try:
@@ -265,7 +279,7 @@ class Planning:
                 self._inside = False
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        unit, forward = self._units[name]
+        unit = self._units[name].unit
         here = self._at, name
         if any(id(parameter) not in self._parameters for parameter in unit.parameters()):
             raise refused(*here, "replaces the parameters of a unit", "do it within a unit")
@@ -273,18 +287,18 @@ class Planning:
         self._guards.begin_layer()
         given = tensors_of((args, kwargs))
         self._guards.check_tensors(*here, self._unknown(given))
+        self.trace.add(name, leaves_of((args, kwargs)), self._numbers, self._parameters)
         held = held_by(args, kwargs)
         inside = [*tensors_of((args, kwargs)), *tensors_of([before for _, before in held])]
         self._use(inside)
         before = {id(tensor): version_of(tensor) for tensor in inside}
-        hooked = hooked_in(unit)
-        out, heard = self._shapes(unit, forward, args, kwargs, held, hooked)
+        out, heard = self._called(name, args, kwargs, held)
         for tensor in inside:
             if version_of(tensor) != before[id(tensor)]:
                 self._note_change(tensor)
         whole = out, effects_since(held), [value for _, value in heard]
         leaves, structure = flatten(whole, self._types)
-        descriptions(leaves, name)
+        self.described.append(descriptions(leaves, name))
         self.plan.units.append(name)
         self.plan.classes.append(type(unit).__name__)
         self.plan.structures.append(structure)
@@ -295,65 +309,29 @@ class Planning:
         tell(unit, heard)
         return out
 
-    def _shapes(
-        self,
-        unit: nn.Module,
-        forward: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        held: Held,
-        hooked: list[str],
-    ) -> tuple[Any, Heard]:
-        """Return what a unit, and modules within it, return for fake tensors.
-
-        If the unit needs numbers, they are those of a copy.
-        """
+    def _called(self, name: str, args: Any, kwargs: Any, held: Held) -> tuple[Any, Heard]:
+        """Call a unit; reject that others change it so that its call differs."""
+        unit, hooked = self._units[name], hooked_in(self._units[name].unit)
+        changed = self._isolation.changed(name, unit.unit)
+        if changed is None:
+            return unit.call(args, kwargs, held, hooked)
         try:
-            with listening(unit, hooked) as heard:
-                return forward(*args, **kwargs), heard
-        except Exception:
-            for one, before in held:
-                one.clear()
-                (one.extend if isinstance(one, list) else one.update)(before)
-        copied = _with_numbers(unit, forward)
-        known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-        def real(tensor: torch.Tensor) -> torch.Tensor:
-            if not is_fake(tensor):
-                return tensor
-            if id(tensor) not in known:
-                known[id(tensor)] = tensor, _numbers_like(tensor, self._device)
-            return known[id(tensor)][1]
-
-        def fake(tensor: torch.Tensor) -> torch.Tensor:
-            for stands, number in known.values():
-                if number is tensor:
-                    return stands
-            if is_fake(tensor):
-                return tensor
-            if id(tensor) not in made:
-                shape, wants = tuple(tensor.shape), tensor.requires_grad
-                made[id(tensor)] = (
-                    tensor,
-                    stand_in(shape, tensor.dtype, self._device, wants_grad=wants),
-                )
-            return made[id(tensor)][1]
-
-        for one, before in held:
-            if not isinstance(one, list):
-                for key, value in before.items():
-                    one[key] = pytree.tree_map_only(torch.Tensor, real, value)
-        args, kwargs = pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
-        with without_fake_modes(), rng.preserve_generators():
-            remove_hooks(copied)
-            with listening(copied, hooked) as heard:
-                out = copied(*args, **kwargs)
-        for one, _ in held:
-            for key in range(len(one)) if isinstance(one, list) else list(one.keys()):
-                one[key] = pytree.tree_map_only(torch.Tensor, fake, one[key])
-        told = [(name, pytree.tree_map_only(torch.Tensor, fake, value)) for name, value in heard]
-        return pytree.tree_map_only(torch.Tensor, fake, out), told
+            expected: Any = self._isolation.calls_of_fresh(name, args, kwargs)
+        except Exception as error:
+            expected = error  # what the unit needs is set by others
+        restore(held)
+        recording = Recording()
+        with recording:
+            made = unit.call(args, kwargs, held, hooked)
+        if recording.trace.calls != expected:
+            raise refused(
+                self._at,
+                name,
+                f"or another layer sets {changed!r} of {name}, which has an object of its own on "
+                "each stage",
+                "pass the value as an argument",
+            )
+        return made
 
 
 def _states() -> list[Any]:
@@ -364,27 +342,3 @@ def _states() -> list[Any]:
         random.getstate(),
         repr(numpy.random.get_state(legacy=False)) if numpy is not None else None,
     ]
-
-
-def _with_numbers(unit: nn.Module, forward: Any) -> nn.Module:
-    """Return a copy of a hollow unit with random parameters."""
-    memo: dict[int, Any] = {}
-    for parameter in unit.parameters():
-        value = _numbers_like(parameter, torch.device("cpu")).detach()
-        memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    patched = unit.__dict__.pop("forward", None)
-    try:
-        with without_fake_modes():
-            return copy.deepcopy(unit, memo)
-    finally:
-        if patched is not None:
-            unit.__dict__["forward"] = patched
-
-
-def _numbers_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    shape = tuple(tensor.shape)
-    with without_fake_modes():
-        if not tensor.dtype.is_floating_point:
-            return torch.zeros(shape, dtype=tensor.dtype, device=device)
-        value = torch.randn(shape, device=device).mul_(0.02).to(tensor.dtype)
-        return value.requires_grad_(tensor.requires_grad)

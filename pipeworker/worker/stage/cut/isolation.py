@@ -1,0 +1,99 @@
+"""What the units of a module hold besides tensors: another stage does not see it change.
+
+Each process has objects of its own for a module's units, and its own copy of the module around
+them. So a unit must not depend on an attribute, or on an object that it holds, which the module's
+forward or another unit sets while the forward runs. When something has changed that way before a
+unit is called, the unit runs once more, on a copy that did not see the change, and both runs have
+to be the same: a cache of positions passes, a flag or a factor does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from operator import is_
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeworker.worker.internals import pytree, version_of
+from pipeworker.worker.stage.cut.trace import Call, Recording
+from pipeworker.worker.transport.structure import PLAIN_TYPES
+
+_SKIPPED = ("_parameters", "_modules", "_forward", "_backward", "_load_state", "_state_dict")
+"""How those attributes of a module begin that torch keeps, or that are checked elsewhere."""
+_ATOMS = (type, FunctionType, MethodType, ModuleType, nn.Module)
+_Held = dict[str, list[Any]]
+"""By the path of an attribute, the objects that it holds, and the versions of its tensors."""
+
+
+class Isolation:
+    """What each unit of a module holds when its forward begins.
+
+    Args:
+        units: the units by name.
+        fresh: returns a unit, by name, of a copy of the module that has not run.
+    """
+
+    def __init__(self, units: Mapping[str, nn.Module], fresh: Callable[[str], nn.Module]) -> None:
+        self._before = {name: _held_by(unit) for name, unit in units.items()}
+        self._fresh = fresh
+
+    def changed(self, name: str, unit: nn.Module) -> str | None:
+        """Return the path of an attribute of a unit that is not as it was, if there is one."""
+        now, before = _held_by(unit), self._before[name]
+        for path in {**before, **now}:
+            if not _same(before.get(path, []), now.get(path, [])):
+                return path
+        return None
+
+    def calls_of_fresh(self, name: str, args: Any, kwargs: Any) -> list[Call]:
+        """Return the calls of a unit that saw no change.
+
+        Raises:
+            Exception: whatever its forward raises.
+        """
+        args, kwargs = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
+        unit = self._fresh(name)
+        recording = Recording()
+        with recording:
+            unit(*args, **kwargs)
+        return recording.trace.calls
+
+
+def _held_by(unit: nn.Module) -> _Held:
+    found: _Held = {}
+    for name, module in unit.named_modules():
+        for key, value in vars(module).items():
+            if not key.startswith(_SKIPPED):
+                found[f"{name}.{key}" if name else key] = list(_flat(value))
+    return found
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """Yield a value, and what it holds one level further down."""
+    yield from _atom(value)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items: list[Any] = list(value)
+    elif isinstance(value, dict):
+        items = [one for item in value.items() for one in item]
+    elif hasattr(value, "__dict__") and not isinstance(value, (*_ATOMS, torch.Tensor)):
+        items = [one for item in vars(value).items() for one in item]
+    else:
+        return
+    for one in items:
+        yield from _atom(one)
+
+
+def _atom(value: Any) -> Iterator[Any]:
+    yield value
+    if isinstance(value, torch.Tensor):
+        yield version_of(value)
+
+
+def _same(left: list[Any], right: list[Any]) -> bool:
+    return len(left) == len(right) and all(
+        is_(a, b) or (type(a) is type(b) and isinstance(a, PLAIN_TYPES) and a == b)
+        for a, b in zip(left, right, strict=True)
+    )

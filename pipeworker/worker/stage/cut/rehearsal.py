@@ -1,0 +1,102 @@
+"""Further runs of a module's forward, which have to do what the run did that made its plan.
+
+In a rehearsal no unit runs: each call of one returns stand-ins, as on the last of many stages. What
+a unit left in an attribute, or in an object that the forward reads, is then missing, and what an
+earlier forward left is there. Where a call gets other arguments because of that, stages would
+silently compute other numbers than one process does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeworker.errors import UsageError
+from pipeworker.worker.stage import rng
+from pipeworker.worker.stage.cut.calls import leaves_of, line_of_error, name_of
+from pipeworker.worker.stage.cut.forward import Forward
+from pipeworker.worker.stage.cut.guards import refused
+from pipeworker.worker.stage.cut.plan import CutPlan
+from pipeworker.worker.stage.cut.trace import Call, Trace
+from pipeworker.worker.transport.structure import TypeRegistry
+
+_REMEDY = "have units return what they compute, and pass what they need as arguments"
+
+
+class Rehearsal(Forward):
+    """One run of a hollow module's forward, which raises where it differs from an earlier one.
+
+    Args:
+        plan: the plan of the module.
+        types: the classes that may occur in its values.
+        parameters: the names of the hollow module's parameters, by id.
+        calls: the calls of the earlier run.
+        described: by layer, descriptions of what its unit returned.
+        cause: for the message, who left what differs, and when that is so.
+    """
+
+    def __init__(
+        self,
+        plan: CutPlan,
+        types: TypeRegistry,
+        parameters: dict[int, str],
+        calls: Sequence[Call],
+        described: Sequence[tuple[Any, ...]],
+        cause: tuple[str, str],
+    ) -> None:
+        def outside(layer: int, name: str) -> torch.Tensor:
+            raise AssertionError(f"{name} of layer {layer}: no parameter is real in a rehearsal")
+
+        beyond = len(plan) + 1
+        cpu = torch.device("cpu")
+        super().__init__(plan, types, parameters, cpu, beyond, (), (), outside, {})
+        self._described = [*described]
+        self._expected, self._trace, self._cause = calls, Trace(), cause
+
+    def rehearse(self, module: nn.Module, batch: Any) -> None:
+        """Run the forward.
+
+        Raises:
+            UsageError: it does anything else than before.
+        """
+        try:
+            with rng.preserve_generators(), torch.enable_grad():
+                self.run(module, batch)
+        except UsageError:
+            raise
+        except Exception as error:
+            raise self._elsewhere(
+                f"it fails with {type(error).__name__} at {line_of_error(error)}: {error}"
+            ) from error
+        if len(self._trace.calls) != len(self._expected):
+            raise self._elsewhere("it ends early")
+
+    def begin(self, value: Any) -> Any:
+        """Return the module's input."""
+        return value
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compare one call of a function of torch outside of units, then do it."""
+        leaves = [*leaves_of(args), *leaves_of(kwargs)]
+        if self._depends([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]):
+            self._compare(name_of(func), leaves)
+        return super().operation(func, args, kwargs)
+
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._compare(name, leaves_of((args, kwargs)))
+        return super()._call(name, args, kwargs)
+
+    def _compare(self, name: str, leaves: Sequence[Any]) -> None:
+        place = len(self._trace.calls)
+        self._trace.add(name, leaves, self._numbers, self._parameters)
+        if place >= len(self._expected) or self._trace.calls[place] != self._expected[place]:
+            raise self._elsewhere(f"{name} gets other arguments, or was not called here")
+
+    def _elsewhere(self, reason: str) -> UsageError:
+        layer = min(self._layer, len(self._plan) - 1)
+        left_by, when = self._cause
+        what = f"depends on what {left_by} leaves in an attribute or an object: {when} {reason}"
+        return refused(layer, self._plan.units[layer], what, _REMEDY)

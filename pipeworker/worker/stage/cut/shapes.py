@@ -1,0 +1,140 @@
+"""What a unit of a hollow module returns: tensors without memory, of the right shapes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeworker.worker.internals import (
+    Hooks,
+    is_fake,
+    put_hooks,
+    pytree,
+    take_hooks,
+    without_fake_modes,
+)
+from pipeworker.worker.stage import rng
+from pipeworker.worker.stage.cut.containers import Held, restore
+from pipeworker.worker.stage.cut.inner_hooks import Heard, listening
+from pipeworker.worker.stage.cut.units import stand_in
+
+
+class HollowUnit:
+    """A unit of a hollow module, whose calls another function gets.
+
+    Args:
+        unit: the unit; it loses its hooks, which :meth:`call` calls.
+        call: gets the calls of the unit.
+    """
+
+    def __init__(self, unit: nn.Module, call: Callable[..., Any]) -> None:
+        self.unit, self._forward, self._hooks = unit, unit.forward, take_hooks(unit)
+        self._replaced = unit.forward = call
+
+    @contextmanager
+    def itself(self) -> Iterator[nn.Module]:
+        """Return the unit with its own forward and hooks.
+
+        Hooks that were added to it since, as libraries do to collect values, are not called.
+        """
+        later = take_hooks(self.unit)
+        put_hooks(self.unit, self._hooks)
+        self.unit.forward = self._forward
+        try:
+            yield self.unit
+        finally:
+            self.unit.forward = self._replaced
+            take_hooks(self.unit)
+            put_hooks(self.unit, later)
+
+    def call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: Held, hooked: list[str]
+    ) -> tuple[Any, Heard]:
+        """Return what the unit, and modules within it, return for fake tensors.
+
+        If the unit needs numbers, they are those of a copy. No random number generator changes.
+        """
+        with self.itself() as unit, rng.preserve_generators():
+            try:
+                with listening(unit, hooked) as heard:
+                    return unit(*args, **kwargs), heard
+            except Exception:
+                restore(held)
+            return _call_with_numbers(unit, self._hooks, args, kwargs, held, hooked)
+
+
+def _call_with_numbers(
+    unit: nn.Module,
+    hooks: Hooks,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    held: Held,
+    hooked: list[str],
+) -> tuple[Any, Heard]:
+    known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        if not is_fake(tensor):
+            return tensor
+        if id(tensor) not in known:
+            known[id(tensor)] = tensor, _numbers_like(tensor)
+        return known[id(tensor)][1]
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        for stands, number in known.values():
+            if number is tensor:
+                return stands
+        if is_fake(tensor):
+            return tensor
+        if id(tensor) not in made:
+            shape, wants = tuple(tensor.shape), tensor.requires_grad
+            stands = stand_in(shape, tensor.dtype, tensor.device, wants_grad=wants)
+            made[id(tensor)] = tensor, stands
+        return made[id(tensor)][1]
+
+    copied = _with_numbers(unit, hooks)
+    for one, before in held:
+        if not isinstance(one, list):
+            for key, value in before.items():
+                one[key] = pytree.tree_map_only(torch.Tensor, real, value)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
+    with without_fake_modes(), listening(copied, hooked) as heard:
+        out = copied(*args, **kwargs)
+    for one, _ in held:
+        for key in range(len(one)) if isinstance(one, list) else list(one.keys()):
+            one[key] = pytree.tree_map_only(torch.Tensor, fake, one[key])
+    told = [(name, pytree.tree_map_only(torch.Tensor, fake, value)) for name, value in heard]
+    return pytree.tree_map_only(torch.Tensor, fake, out), told
+
+
+def _with_numbers(unit: nn.Module, hooks: Hooks) -> nn.Module:
+    """Return a copy of a hollow unit with random parameters, and with the same hooks."""
+    memo: dict[int, Any] = {}
+    for parameter in unit.parameters():
+        value = _numbers_like(parameter).detach()
+        memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    forward = unit.__dict__.pop("forward")
+    take_hooks(unit)
+    try:
+        with without_fake_modes():
+            copied = copy.deepcopy(unit, memo)
+    finally:
+        unit.forward = forward
+        put_hooks(unit, hooks)
+    put_hooks(copied, hooks)
+    return copied
+
+
+def _numbers_like(tensor: torch.Tensor) -> torch.Tensor:
+    shape = tuple(tensor.shape)
+    with without_fake_modes():
+        if not tensor.dtype.is_floating_point:
+            return torch.zeros(shape, dtype=tensor.dtype)
+        value = torch.randn(shape).mul_(0.02).to(tensor.dtype)
+        return value.requires_grad_(tensor.requires_grad)

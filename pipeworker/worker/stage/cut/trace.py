@@ -1,0 +1,75 @@
+"""The calls of a forward, written down so that another run of it can be compared with them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from pipeworker.worker.internals import is_fake, version_of
+from pipeworker.worker.stage.cut.calls import leaves_of, name_of
+from pipeworker.worker.transport.structure import PLAIN_TYPES
+
+Call = tuple[Any, ...]
+"""The name of what was called, and a key of each leaf of its arguments."""
+_PLAIN = (*PLAIN_TYPES, complex, torch.dtype, torch.device)
+
+
+class Trace:
+    """The calls of one run that depend on parameters, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self._digests: dict[int, tuple[torch.Tensor, int, Any]] = {}
+
+    def add(self, name: str, leaves: Sequence[Any], *known: Mapping[int, Any]) -> None:
+        """Add a call.
+
+        Args:
+            name: what was called.
+            leaves: the leaves of its arguments.
+            known: what stands for a tensor, by its id: a number, or a parameter's name.
+        """
+        self.calls.append((name, *(self._key(leaf, known) for leaf in leaves)))
+
+    def _key(self, leaf: Any, known: Sequence[Mapping[int, Any]]) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            for names in known:
+                if id(leaf) in names:
+                    return names[id(leaf)]
+            return tuple(leaf.shape), leaf.dtype, None if is_fake(leaf) else self._digest(leaf)
+        if isinstance(leaf, slice):
+            return tuple(self._key(one, known) for one in (leaf.start, leaf.stop, leaf.step))
+        return type(leaf), repr(leaf) if isinstance(leaf, _PLAIN) else None
+
+    def _digest(self, tensor: torch.Tensor) -> Any:
+        """Return a number for a tensor's content; a mask that all layers use is read once."""
+        held = self._digests.get(id(tensor))
+        if held is None or held[1] != version_of(tensor):
+            digest = _digest(tensor) if tensor.layout is torch.strided else None
+            held = self._digests[id(tensor)] = tensor, version_of(tensor), digest
+        return held[2]
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).cpu().numpy().data)
+
+
+class Recording(TorchFunctionMode):
+    """Adds each call inside the context that has a fake tensor among its arguments to a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace = Trace()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        leaves = [*leaves_of(args), *leaves_of(kwargs or {})]
+        if any(isinstance(leaf, torch.Tensor) and is_fake(leaf) for leaf in leaves):
+            self.trace.add(name_of(func), leaves)
+        return func(*args, **(kwargs or {}))

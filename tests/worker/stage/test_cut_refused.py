@@ -1,0 +1,352 @@
+"""A module that stages would not compute as one process does is refused when it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pipeworker.errors import UsageError
+from pipeworker.worker.stage.cut.part import plan_of
+from pipeworker.worker.transport.structure import NO_TYPES
+
+WIDTH = 8
+
+
+class Counts(nn.Module):
+    """Changes a buffer outside of its units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.calls: torch.Tensor
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls.add_(1)
+        return self.layers[1](self.layers[0](x))
+
+
+class Views(nn.Module):
+    """Changes a tensor of which another layer has a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = self.layers[0](x).clone()
+        part = out[:, :2]
+        other = self.layers[1](x)
+        out.add_(1)
+        return self.layers[2](other + part.sum() + out)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Counts(), "its forward changes the buffer 'calls' outside of the modules"),
+        (
+            Views(),
+            "changes a tensor in place at .*, of which another layer has",
+        ),
+        (nn.ReLU(), "its forward calls no module with parameters"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(module: nn.Module, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan_of(module, NO_TYPES, torch.randn(2, WIDTH))
+
+
+class Keeping(nn.Module):
+    """A unit that keeps a value in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(()))
+        self.kept: Any = None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = torch.tanh(self.linear(x))
+        self.kept = out.mean()
+        return out
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return 2 * grad * x
+
+
+class Popping(nn.Module):
+    """A unit that takes values out of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor, values: list[torch.Tensor]) -> Any:
+        return self.scale * self.linear(x + values.pop())
+
+
+class Any3(nn.Module):
+    """Three layers, a batch norm, and a forward that is given."""
+
+    def __init__(self, way: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.l = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.kept = nn.ModuleList(Keeping() for _ in range(2))
+        self.pop = Popping()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("mean", torch.ones(WIDTH))
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.way(self, x)
+
+
+def kept(m: Any, x: torch.Tensor) -> Any:
+    return m.l[0](m.kept[1](m.kept[0](x))) + m.kept[0].kept
+
+
+def function(m: Any, x: torch.Tensor) -> Any:
+    return m.l[1](Square.apply(m.l[0](x)))  # type: ignore[no-untyped-call]
+
+
+def checkpointed(m: Any, x: torch.Tensor) -> Any:
+    return torch.utils.checkpoint.checkpoint(m.l[1], m.l[0](x), use_reentrant=False)
+
+
+def buffered(m: Any, x: torch.Tensor) -> Any:
+    return m.l[1](m.l[0](x) + m.mean)
+
+
+def statistics(m: Any, x: torch.Tensor) -> Any:
+    return m.l[1](m.norm(m.l[0](x)) - m.norm.running_mean)
+
+
+def filled_by_a_view(m: Any, x: torch.Tensor) -> Any:
+    out = torch.zeros(len(x), WIDTH)
+    hidden = m.l[0](x)
+    out[:, 0].copy_(hidden[:, 0])
+    return m.l[1](hidden) + out
+
+
+def in_place(m: Any, x: torch.Tensor) -> Any:
+    hidden = m.l[0](x)
+    view = hidden[:, :4]
+    other = m.l[1](hidden.clone())
+    F.relu(hidden, inplace=True)
+    return m.l[2](hidden + other) + view.sum()
+
+
+def reshaped(m: Any, x: torch.Tensor) -> Any:
+    hidden = m.l[0](x).clone()
+    hidden.unsqueeze_(1)
+    return m.l[1](hidden)
+
+
+def popped(m: Any, x: torch.Tensor) -> Any:
+    hidden = m.l[0](x)
+    return m.pop(m.l[1](hidden), [hidden])
+
+
+def drawn_late(m: Any, x: torch.Tensor) -> Any:
+    hidden = F.dropout(m.l[0](x))
+    return m.l[1](hidden + torch.rand(len(x), WIDTH))
+
+
+def hooked_late(m: Any, x: torch.Tensor) -> Any:
+    hidden = m.l[0](x)
+    other = m.l[1](hidden)
+    hidden.register_hook(lambda grad: grad * 2)
+    return m.l[2](other + hidden)
+
+
+def branching(m: Any, x: torch.Tensor) -> Any:
+    hidden = m.l[0](x)
+    return m.l[1](hidden) if bool((hidden > 0).any()) else m.l[2](hidden)
+
+
+def selecting(m: Any, x: torch.Tensor) -> Any:
+    hidden = m.l[0](x)
+    return m.l[1](hidden[x[:, 0] > 0])
+
+
+def replaced(m: Any, x: torch.Tensor) -> Any:
+    halves = {name: p * 0.5 for name, p in m.l[1].named_parameters()}
+    return torch.func.functional_call(m.l[1], halves, (m.l[0](x),))
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        (kept, "uses a tensor that a unit keeps in an attribute"),
+        (function, "calls the autograd.Function Square between its layers"),
+        (checkpointed, "makes a checkpoint"),
+        (buffered, "uses the buffer 'mean' outside"),
+        (statistics, "uses the buffer 'norm.running_mean' outside"),
+        (filled_by_a_view, "fills a tensor that is a view or has one"),
+        (in_place, "changes a tensor in place"),
+        (reshaped, "calls unsqueeze_ on an activation"),
+        (popped, "removes or replaces what is in a list"),
+        (drawn_late, "draws random numbers of the input behind"),
+        (hooked_late, "registers a hook on a tensor that an earlier layer has used"),
+        (branching, "depends on the numbers of an activation, at test_cut_refused.py"),
+        (selecting, "depends on the numbers of an activation, at test_cut_refused.py"),
+        (replaced, "replaces the parameters of a unit"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_stages_would_compute_otherwise_is_refused(way: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan_of(Any3(way), NO_TYPES, torch.randn(4, WIDTH))
+
+
+class Scaled(nn.Module):
+    """A unit that uses a factor of its own, or of an object that it shares with others."""
+
+    def __init__(self, shared: Any) -> None:
+        super().__init__()
+        self.linear, self.bias = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH))
+        self.factor, self.shared, self.calls = 1.0, shared, 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        self.shared.seen = self.calls
+        return self.linear(x) * (self.factor * self.shared.factor) + self.bias
+
+
+class Shared:
+    """An object that is no module."""
+
+    def __init__(self) -> None:
+        self.factor, self.seen = 1.0, 0
+
+
+class Positions(nn.Module):
+    """A cache of numbers that depend on lengths alone, which all units have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.longest, self.waves = 0, torch.zeros(0)
+
+    def forward(self, length: int) -> torch.Tensor:
+        if length > self.longest:
+            self.longest = length
+            self.waves = torch.arange(length * 1.0).sin()
+        return self.waves[:length]
+
+
+class Placed(nn.Module):
+    def __init__(self, positions: Positions) -> None:
+        super().__init__()
+        self.linear, self.bias = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH))
+        self.positions = positions
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.linear(x) * self.positions(x.shape[-1]) + self.bias
+
+
+class Stateful(nn.Module):
+    """Units and objects beside each other, and a forward that is given."""
+
+    def __init__(self, way: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.shared, self.steps, self.heard = Shared(), 0, 1.0
+        self.l = nn.ModuleList(Scaled(self.shared) for _ in range(3))
+        self.apart = nn.ModuleList(Scaled(Shared()) for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.way(self, x)
+
+    def hear(self, *_: Any) -> None:
+        self.heard = 2.0
+
+
+def read_from_a_unit(m: Any, x: torch.Tensor) -> Any:
+    return m.head(m.apart[0](x) * m.apart[0].calls)
+
+
+def read_from_an_object(m: Any, x: torch.Tensor) -> Any:
+    return m.head(m.apart[0](x) * m.apart[0].shared.seen)
+
+
+def set_by_a_hook(m: Any, x: torch.Tensor) -> Any:
+    return m.head(m.apart[0](x) * m.heard)
+
+
+def counted(m: Any, x: torch.Tensor) -> Any:
+    m.steps += 1
+    return m.head(m.apart[0](x) * m.steps)
+
+
+def set_on_a_unit(m: Any, x: torch.Tensor) -> Any:
+    m.apart[1].factor = 0.5
+    return m.apart[1](m.apart[0](x))
+
+
+def switched(m: Any, x: torch.Tensor) -> Any:
+    out = m.apart[0](x)
+    m.apart[1].shared.factor = 0.5
+    return m.apart[1](out)
+
+
+def told_by_another(m: Any, x: torch.Tensor) -> Any:
+    m.l[0](x)
+    m.shared.factor = m.shared.seen * 2.0
+    return m.l[1](x)
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        (
+            read_from_a_unit,
+            "depends on what a unit leaves .* another stage, mul gets other arguments",
+        ),
+        (
+            read_from_an_object,
+            "depends on what a unit leaves .* another stage, mul gets other arguments",
+        ),
+        (set_by_a_hook, "depends on what a unit leaves .* another stage, mul gets other arguments"),
+        (counted, "what an earlier forward leaves .* in a second run mul gets other arguments"),
+        (set_on_a_unit, "sets 'factor' of apart.1"),
+        (switched, "sets 'shared' of apart.1"),
+        (told_by_another, "sets 'shared' of l.1"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_state_that_another_stage_would_not_see_is_refused(way: Any, message: str) -> None:
+    module = Stateful(way)
+    module.apart[0].register_forward_hook(module.hear)
+    with pytest.raises(UsageError, match=message):
+        plan_of(module, NO_TYPES, torch.randn(4, WIDTH))
+
+
+def test_a_hook_that_holds_the_module_is_refused() -> None:
+    module = Stateful(set_by_a_hook)
+    module.apart[0].register_forward_hook(lambda *_: setattr(module, "heard", 2.0))
+    with pytest.raises(UsageError, match="a hook or another function holds the module, and sets"):
+        plan_of(module, NO_TYPES, torch.randn(4, WIDTH))
+
+
+def test_state_that_changes_no_number_is_no_reason_to_refuse() -> None:
+    positions = Positions()
+    module = Stateful(lambda m, x: m.l[2](m.placed[1](m.placed[0](m.l[1](m.l[0](x))))))
+    module.placed = nn.ModuleList(Placed(positions) for _ in range(2))
+    module.register_forward_pre_hook(lambda m, _: setattr(m, "steps", m.steps + 1))
+    plan = plan_of(module, NO_TYPES, torch.randn(4, WIDTH))
+    assert plan.units == ["l.0", "l.1", "placed.0", "placed.1", "l.2"]
