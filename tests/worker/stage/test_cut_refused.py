@@ -343,6 +343,24 @@ def test_a_hook_that_holds_the_module_is_refused() -> None:
         plan_of(module, NO_TYPES, torch.randn(4, WIDTH))
 
 
+class Squared(nn.Module):
+    """A unit that calls an autograd.Function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bias = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return Square.apply(self.linear(x)) + self.bias  # type: ignore[no-untyped-call]
+
+
+def test_a_function_within_a_unit_is_no_reason_to_refuse() -> None:
+    module = Any3(lambda m, x: m.l[1](m.squared(m.l[0](x))))
+    module.squared = Squared()
+    plan = plan_of(module, NO_TYPES, torch.randn(4, WIDTH))
+    assert plan.units == ["l.0", "squared", "l.1"]
+
+
 def test_state_that_changes_no_number_is_no_reason_to_refuse() -> None:
     positions = Positions()
     module = Stateful(lambda m, x: m.l[2](m.placed[1](m.placed[0](m.l[1](m.l[0](x))))))

@@ -159,7 +159,7 @@ class Guards:
                     f"calls the autograd.Function {cls.__name__} between its layers",
                     "call it within a layer",
                 )
-            return original.__func__(cls, *args, **kwargs)
+            return original.__get__(None, cls)(*args, **kwargs)
 
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
         try:
