@@ -318,6 +318,7 @@ def checkpoint(run: Path) -> None:
     type=click.Path(path_type=Path),
     help="Folder of the same model, whose configuration and tokenizer OUT gets too.",
 )
+@click.option("--adapters", is_flag=True, help="Only the adapters, as a folder of peft's own.")
 def export(
     source: Path,
     out: str,
@@ -326,6 +327,7 @@ def export(
     *,
     best: bool,
     like: Path | None,
+    adapters: bool,
 ) -> None:
     """Write the weights of SOURCE to OUT, under the names of your own module.
 
@@ -341,10 +343,16 @@ def export(
     """
     from pipeworker.record.export import export_weights
 
-    done = export_weights(source, out, dtype, shard_size, best=best, pattern=like)
+    done = export_weights(
+        source, out, dtype, shard_size, best=best, pattern=like, adapters=adapters
+    )
     files = f" in {done.files} file{'s' * (done.files > 1)}, Hugging Face's layout"
     made = f"{out.rstrip('/')}/: a folder of" if done.folder else f"{out}:"
     click.echo(f"{made} {done.tensors} tensors{files * done.folder}")
+    if done.leaves_adapters:
+        click.echo(
+            "note: the run has adapters; --adapters writes them as a folder of peft", err=True
+        )
     for name in done.infinite:
         click.echo(
             f"warning: {name} has values beyond the range of {dtype}: now infinite", err=True

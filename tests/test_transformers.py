@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -149,30 +150,44 @@ def test_the_loss_counts_tokens_and_takes_the_models_own() -> None:
     assert torch.allclose(plain_total, total)
 
 
-def test_a_folder_is_tuned_and_exported(jobs: Jobs, tmp_path: Path) -> None:
-    """Its weights are read in part; ``from_pretrained`` loads what is exported."""
-    module: Any = causal("Llama")
+TUNED = """
+    import torch
+    import transformers
+
+    import pipeworker
+
+    FOLDER = {folder!r}
+
+    def model():
+        config = transformers.AutoConfig.from_pretrained(FOLDER, use_cache=False)
+        net = transformers.AutoModelForCausalLM.from_config(config)
+        {adapt}
+        return net
+
+    loss = pipeworker.causal_loss
+
+    def optimizer(params):
+        return torch.optim.SGD([p for p in params if p.requires_grad], lr={rate})
+
+    def data():
+        ids = torch.arange(3, 51).view(4, 12)
+        for _ in range(2):
+            yield dict(input_ids=ids), ids
+"""
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mixtral"])
+def test_a_folder_is_tuned_and_exported(name: str, jobs: Jobs, tmp_path: Path) -> None:
+    """Its weights are read in part; ``from_pretrained`` loads what is exported.
+
+    A folder of Mixtral has a tensor for each expert, and the module one for all.
+    """
+    module: Any = causal(name)
     folder = tmp_path / "base"
     module.save_pretrained(folder, max_shard_size="20KB")
-    source = f"""
-        import torch, transformers, pipeworker
-        FOLDER = {str(folder)!r}
-
-        def model():
-            config = transformers.AutoConfig.from_pretrained(FOLDER)
-            return transformers.AutoModelForCausalLM.from_config(config)
-
-        loss = pipeworker.causal_loss
-
-        def optimizer(params):
-            return torch.optim.SGD(params, lr=0.0)
-
-        def data():
-            ids = torch.arange(3, 51).view(4, 12)
-            yield dict(input_ids=ids), ids
-    """
     run = jobs.train(
-        *("--stages", "2", "--microbatches", "2", "--init-from", str(folder)), source=source
+        *("--stages", "2", "--microbatches", "2", "--init-from", str(folder)),
+        source=TUNED.format(folder=str(folder), adapt="", rate=0.0),
     )
     ids = torch.arange(3, 51).view(4, 12)
     with torch.no_grad():
@@ -184,9 +199,15 @@ def test_a_folder_is_tuned_and_exported(jobs: Jobs, tmp_path: Path) -> None:
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    for name, tensor in module.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor), name
-    assert json.loads((out / "config.json").read_text())["model_type"] == "llama"
+    for key, tensor in module.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], tensor), key
+    assert json.loads((out / "config.json").read_text())["model_type"] == name.lower()
+    assert names_in(out) == names_in(folder)
+
+
+def names_in(folder: Path) -> set[str]:
+    files = folder.glob("*.safetensors")
+    return {name for file in files for name in safetensors.torch.load_file(file)}
 
 
 ADAPTED = """
@@ -230,3 +251,52 @@ def test_adapters_train_and_the_rest_is_frozen(jobs: Jobs) -> None:
     changed = {name for name, value in one.weights.items() if not torch.equal(value, first[name])}
     assert changed
     assert all("lora_" in name and (".2." in name or ".3." in name) for name in changed)
+
+
+def test_adapters_of_a_folder_are_trained_and_exported(jobs: Jobs, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base: Any = causal("Llama")
+    base.save_pretrained(tmp_path / "base")
+    adapt = """
+        from peft import LoraConfig, get_peft_model
+        net = get_peft_model(net, LoraConfig(
+            r=4, task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["norm"],
+        ))
+    """
+    folder = str(tmp_path / "base")
+    run = jobs.train(
+        *("--stages", "2", "--microbatches", "2", "--init-from", folder),
+        source=TUNED.format(folder=folder, adapt=adapt.strip(), rate=1.0),
+    )
+    ids = torch.arange(3, 51).view(4, 12)
+    with torch.no_grad():
+        total, count = pipeworker.causal_loss(base.train()(input_ids=ids), ids)
+    assert run.metrics[0]["loss"] == pytest.approx((total / count).item(), rel=1e-5)
+    assert run.metrics[1]["loss"] < run.metrics[0]["loss"]
+
+    out = tmp_path / "adapters"
+    refused = jobs.pipeworker("export", "--adapters", str(run.path), f"{out}.safetensors")
+    assert "--adapters" in refused.stderr
+    assert "give a folder" in refused.stderr
+    done = jobs.pipeworker("export", "--adapters", str(run.path), str(out))
+    assert done.returncode == 0, done.stderr
+    assert {file.name for file in out.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    loaded = peft.PeftModel.from_pretrained(causal("Llama"), out)
+    found = loaded.state_dict()
+    assert {name for name in run.weights if "lora_" in name} == {n for n in found if "lora_" in n}
+    for name, tensor in run.weights.items():
+        assert torch.equal(found[name], tensor), name
+    whole = jobs.pipeworker("export", str(run.path), str(tmp_path / "whole/"))
+    assert "note: the run has adapters" in whole.stderr
+
+
+def test_a_run_without_adapters_exports_none(jobs: Jobs, tmp_path: Path) -> None:
+    base: Any = causal("Llama")
+    base.save_pretrained(tmp_path / "base")
+    source = TUNED.format(folder=str(tmp_path / "base"), adapt="", rate=0.0)
+    run = jobs.train("--stages", "1", source=source)
+    done = jobs.pipeworker("export", "--adapters", str(run.path), str(tmp_path / "out/"))
+    assert "has none; model() must return a model of peft" in done.stderr

@@ -64,6 +64,25 @@ class Checkpoint:
                 found[name] = found[first]
         return dict(sorted(found.items(), key=lambda item: layers.split(item[0])[0]))
 
+    def adapters(self) -> Adapters | None:
+        """Return what makes peft's own folder of the weights, if the model has adapters."""
+        self.manifest.check_files(self.path, "state-")
+        for files in self.worker_files():
+            found = read_plain(files.state).get("adapters")
+            if found is not None:
+                try:
+                    return msgspec.convert(found, Adapters)
+                except msgspec.ValidationError as error:
+                    raise invalid(files.state, error) from None
+        return None
+
+
+class Adapters(msgspec.Struct):
+    """What makes peft's own folder: its configuration, and its names of weights by our own."""
+
+    config: dict[str, Any]
+    names: dict[str, str]
+
 
 _MAX_PLAIN = 4 << 30  # a layer's extra state may be large
 _DIGITS = 4300  # as many as Python reads

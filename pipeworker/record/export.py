@@ -6,16 +6,19 @@ import json
 import os
 import re
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.record.atomic_file import sync_file, temporary_path
-from pipeworker.record.checkpoint import Checkpoint
+from pipeworker.record.checkpoint import Adapters, Checkpoint
+from pipeworker.record.conversions import CONFIG, WEIGHTS
 from pipeworker.record.json_state import Tensors
 from pipeworker.record.manifest import WEIGHTS_INDEX, weights_index
 from pipeworker.record.model_folder import copy_files, like
@@ -40,13 +43,15 @@ CAST_ELEMENTS = 1 << 22  # elements that are cast at once
 class Exported:
     """The numbers of tensors and files of an export, and whether a folder has them.
 
-    `infinite` names the tensors with finite values beyond the range of the requested dtype.
+    `infinite` names the tensors with finite values beyond the range of the requested dtype;
+    `leaves_adapters` says that the run has adapters, and that these were not asked for alone.
     """
 
     tensors: int
     files: int = 1
     folder: bool = False
     infinite: tuple[str, ...] = ()
+    leaves_adapters: bool = False
 
 
 def export_weights(
@@ -57,6 +62,7 @@ def export_weights(
     *,
     best: bool = False,
     pattern: Path | None = None,
+    adapters: bool = False,
 ) -> Exported:
     """Write the weights of a run or checkpoint as a file or a folder.
 
@@ -71,6 +77,7 @@ def export_weights(
             default.
         best: export the checkpoint of the run with the best evaluation, by its option ``--best``.
         pattern: the folder of a model whose names of weights and other files the export has.
+        adapters: export the adapters alone, as a folder of peft.
 
     Raises:
         UsageError: there is no complete checkpoint, or it cannot be read; the arguments contradict
@@ -81,27 +88,44 @@ def export_weights(
         folder = _check_output(path, str(out))
     except OSError as error:
         raise UsageError(f"{out}: cannot be written: {_reason(error)}") from None
-    if shard_size is not None and not folder:
-        raise UsageError(f"--shard-size: {out} is one file; give a folder")
-    if pattern is not None and not folder:
-        raise UsageError(f"--like: {out} is one file; give a folder")
+    wants_folder = {"--shard-size": shard_size, "--like": pattern, "--adapters": adapters or None}
+    for option, value in wants_folder.items():
+        if value is not None and not folder:
+            raise UsageError(f"{option}: {out} is one file; give a folder")
+    if adapters and (pattern is not None or shard_size is not None):
+        other = "--like" if pattern is not None else "--shard-size"
+        raise UsageError(
+            f"--adapters and {other}: a folder of peft has one file of its own weights"
+        )
     most = shard_bytes(DEFAULT_SHARD_SIZE if shard_size is None else shard_size)
     try:
-        weights = _read(source, path, best=best)
+        checkpoint = _open(source, path, best=best)
+        weights, peft = checkpoint.weights(), checkpoint.adapters()
     except OSError as error:
         raise UnreadableFile(source, error) from None
+    others: Callable[[Path], list[Path]] = lambda _: []  # noqa: E731
     if pattern is not None:
-        weights = like(weights, pattern)
+        weights, others = like(weights, pattern), partial(copy_files, pattern)
+    if adapters:
+        peft = _checked(peft, weights, source)
+        weights = {theirs: weights[own] for own, theirs in peft.names.items()}
+        others = partial(_write_config, peft.config)
     cast = _Cast(DTYPES[dtype] if dtype else None)
     files = 1
     try:
         if folder:
-            files = _write_folder(weights, path, cast, most, pattern)
+            sizes = {name: t.numel() * cast.dtype_of(t).itemsize for name, t in weights.items()}
+            parts = [sizes] if adapters else split_files(sizes, most)
+            files = len(parts)
+            file_list = [WEIGHTS] if adapters else file_names(files)
+            _write_folder(weights, path, cast, dict(zip(file_list, parts, strict=True)), others)
         else:
             _write_file(weights, path, cast)
     except (OSError, RuntimeError, ValueError) as error:
         raise UsageError(f"{out}: cannot be written: {_reason(error)}") from None
-    return Exported(len(weights), files, folder, tuple(dict.fromkeys(cast.infinite)))
+    infinite = tuple(dict.fromkeys(cast.infinite))
+    leaves_adapters = peft is not None and folder and not adapters
+    return Exported(len(weights), files, folder, infinite, leaves_adapters)
 
 
 def _check_output(path: Path, out: str) -> bool:
@@ -122,7 +146,9 @@ def _check_output(path: Path, out: str) -> bool:
         raise refused(f"there is no directory {path.parent}")
     if folder and not exists and path.exists():
         raise refused("it is a file")
-    present = sorted([*path.glob("model*.safetensors"), *path.glob(WEIGHTS_INDEX)])
+    present = sorted(
+        [*path.glob("model*.safetensors"), *path.glob(WEIGHTS_INDEX), *path.glob(WEIGHTS)]
+    )
     if present:  # in a folder
         raise refused(
             f"it has weights already ({present[0].name}); remove them, or choose another folder"
@@ -130,8 +156,8 @@ def _check_output(path: Path, out: str) -> bool:
     return folder
 
 
-def _read(source: Path, out: Path, *, best: bool) -> Tensors:
-    """Return all weights in model order; none is read yet."""
+def _open(source: Path, out: Path, *, best: bool) -> Checkpoint:
+    """Return the checkpoint, of which `out` is no file."""
     checkpoint = Checkpoint(find_best_checkpoint(source) if best else find_checkpoint(source))
     for file in checkpoint.manifest.files:
         path = checkpoint.path / file.name
@@ -139,7 +165,26 @@ def _read(source: Path, out: Path, *, best: bool) -> Tensors:
             raise UsageError(
                 f"{out}: cannot be written: it is a part of the checkpoint; choose another file"
             )
-    return checkpoint.weights()
+    return checkpoint
+
+
+def _checked(found: Adapters | None, weights: Tensors, source: Path) -> Adapters:
+    """Return the adapters of a run, which has their weights."""
+    if found is None:
+        raise UsageError(
+            f"--adapters: {source} has none; model() must return a model of peft's get_peft_model()"
+        )
+    if lacking := [name for name in found.names if name not in weights]:
+        raise UsageError(f"--adapters: {source} lacks the weight {lacking[0]} of its adapters")
+    return found
+
+
+def _write_config(content: dict[str, Any], folder: Path) -> list[Path]:
+    path = folder / CONFIG
+    with path.open("x", encoding="utf-8") as file:
+        json.dump(content, file, indent=2, sort_keys=True)
+        sync_file(file)
+    return [path]
 
 
 @dataclass(slots=True)
@@ -178,34 +223,31 @@ def _write_file(weights: Tensors, path: Path, cast: _Cast) -> None:
 
 
 def _write_folder(
-    weights: Tensors, path: Path, cast: _Cast, most: int, pattern: Path | None
-) -> int:
-    """Write files of at most `most` bytes, and the index of several; return their number.
-
-    With a `pattern`, the folder gets that one's files besides weights too.
-    """
-    sizes = {name: t.numel() * cast.dtype_of(t).itemsize for name, t in weights.items()}
-    parts = split_files(sizes, most)
-    files = dict(zip(file_names(len(parts)), parts, strict=True))
+    weights: Tensors,
+    path: Path,
+    cast: _Cast,
+    files: Mapping[str, Mapping[str, int]],
+    write_others: Callable[[Path], list[Path]],
+) -> None:
+    """Write files of weights by name and size, the index of several, and other files."""
     exists = path.is_dir()
     target = path / WEIGHTS_INDEX if exists else path
-    with temporary_path(target) as partial:
-        partial.mkdir()
+    with temporary_path(target) as made:
+        made.mkdir()
         for file, names in files.items():
-            _write_safetensors({name: weights[name] for name in names}, partial / file, cast)
+            _write_safetensors({name: weights[name] for name in names}, made / file, cast)
         if len(files) > 1:
-            with (partial / WEIGHTS_INDEX).open("x", encoding="utf-8") as text:
+            with (made / WEIGHTS_INDEX).open("x", encoding="utf-8") as text:
                 json.dump(weights_index(files), text, indent=2)
                 sync_file(text)
-        others = copy_files(pattern, partial) if pattern is not None else []
+        others = write_others(made)
         for other in others:
             if exists and (path / other.name).exists():
                 raise ValueError(f"it has {other.name} already")
         if exists:  # the index last: a reader that finds it finds all files
-            _move([*others, *(partial / file for file in files), partial / WEIGHTS_INDEX], path)
+            _move([*others, *(made / file for file in files), made / WEIGHTS_INDEX], path)
         else:
-            partial.rename(path)
-    return len(files)
+            made.rename(path)
 
 
 def _move(files: list[Path], folder: Path) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from pipeworker.errors import UnreadableFile, UsageError, a_type
 from pipeworker.facts.layer_names import LayerNames
+from pipeworker.record.conversions import Conversion, Source, only
 from pipeworker.record.stage_state import StageState, StateDictDiff, UserCode, is_extra_state
 from pipeworker.record.tensor_file import TensorFile
 from pipeworker.record.weight_files import SAFETENSORS, find_weight_files, naming_option
@@ -53,20 +54,31 @@ class InitialWeights:
     """Weights for the layers of a model, by the names they have in it.
 
     The `path` is that of a file of weights, an index, or a folder with one of them or a checkpoint.
-    A file may have any of the names of a tied weight. The `diff` has what of the file and of the
-    stages loaded so far does not match.
+    A file may have any of the names of a tied weight. With a `conversion` it may have the names of
+    the library that the model is from; adapters may then be missing. The `diff` has what of the
+    file and of the stages loaded so far does not match.
 
     Raises:
         UsageError: the file cannot be read; so may every method.
     """
 
-    def __init__(self, path: Path, names: LayerNames, ties: Iterable[Sequence[str]] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        names: LayerNames,
+        ties: Iterable[Sequence[str]] = (),
+        conversion: Conversion | None = None,
+    ) -> None:
         source = find_weight_files(path)
         self._path = path
         self._names = names
         self._open = cache(_open)
-        self._index = source.index or {n: file for file in source.files for n in self._open(file)}
-        self._keys, self._unknown = names.by_layer(self._index)
+        self._files = source.index or {n: file for file in source.files for n in self._open(file)}
+        self._sources = {name: Source((name,), only) for name in self._files}
+        if conversion is not None and not source.from_run:
+            self._sources = conversion.sources(self._files)
+        self._may_lack = conversion.adapters if conversion is not None else {}
+        self._keys, self._unknown = names.by_layer(self._sources)
         self._ties = {name: tuple(group) for group in ties for name in group}
         self.diff = StateDictDiff()
 
@@ -87,15 +99,29 @@ class InitialWeights:
             self.diff.unexpected += self._unknown
         if not self.diff:
             return 0
-        if strict or len(self._unknown) == len(self._index):
+        if strict or len(self._unknown) == len(self._sources):
             hint = "; use weights of this model"
             hint += ", or --no-init-strict, which loads what does fit" if strict else ""
             raise UsageError(f"--init-from {self._path}: does not fit the model: {self.diff}{hint}")
         return len(self.diff)
 
     def _value(self, name: str) -> Any:
-        """Return a value of the files; a tensor is in its file's memory."""
-        path = self._index[name]
+        """Return a value of the files; a tensor that is not made of others is in a file's memory.
+
+        Raises:
+            UsageError: a file lacks it, or it cannot be made of what the files have.
+        """
+        source = self._sources[name]
+        stored = [self._stored(one) for one in source.stored]
+        try:
+            return source.convert(stored)
+        except Exception as error:
+            of = f"{name} cannot be made of {source.stored[0]}"
+            of += f" and {len(stored) - 1} more" if len(stored) > 1 else ""
+            raise UsageError(f"--init-from {self._path}: {of}: {error!s:.200}") from error
+
+    def _stored(self, name: str) -> Any:
+        path = self._files[name]
         file = self._open(path)
         with naming_option():
             try:
@@ -112,10 +138,10 @@ class InitialWeights:
             full = self._names.parameter(index, key)
             names = [self._names.parameter(index, other) for other in same.get(key, (key,))]
             names = next((list(self._ties[n]) for n in names if n in self._ties), names)
-            stored = next((n for n in names if n in self._index), None)
+            stored = next((n for n in names if n in self._sources), None)
             by_layer = is_extra_state(key) or not isinstance(value, torch.Tensor)  # it checks these
             if stored is None:
-                self.diff.missing += [] if by_layer else [full]
+                self.diff.missing += [] if by_layer or full in self._may_lack else [full]
                 continue
             loaded = self._value(stored)
             if by_layer:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.record.atomic_file import sync_file
+from pipeworker.record.bounded_file import read_json
+from pipeworker.record.conversions import stored_form
 from pipeworker.record.json_state import Tensors
 from pipeworker.record.tensor_file import TensorFile
 from pipeworker.record.weight_files import SAFETENSORS, find_files
@@ -34,10 +36,16 @@ def like(weights: Tensors, folder: Path) -> Tensors:
     try:
         found = find_files(folder)
         shapes = dict(_shapes(found.files))
+        config = read_json(folder / _CONFIG, dict, "it is no configuration", "save the model again")
     except UsageError as error:
         raise UsageError(f"--like {error}") from None
     except OSError as error:
         raise UnreadableFile(folder, error) from None
+    try:
+        weights = stored_form(weights, folder, config.get("architectures"))
+    except Exception as error:
+        reason = f"the weights of the run are not those of its {_CONFIG} ({error!s:.200})"
+        raise UsageError(f"{option}: {reason}; name the folder of the same model") from error
     written = {id(weights[name]) for name in weights if name in shapes}
     missing = [name for name in shapes if name not in weights]
     unknown = [name for name in weights if name not in shapes and id(weights[name]) not in written]

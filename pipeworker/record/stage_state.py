@@ -51,6 +51,8 @@ class StageState:
         steps: the number of steps of the job that the schedulers were made for; 0 if they take
             none.
         restart_schedulers: makes the schedulers again, after a number of their steps.
+        adapters: what makes peft's own folder of the whole model's weights, saved with one stage;
+            see :func:`pipeworker.record.conversions.describe_adapters`.
     """
 
     names: LayerNames
@@ -61,6 +63,7 @@ class StageState:
     first: int = 0
     steps: int = 0
     restart_schedulers: Callable[[int], None] | None = None
+    adapters: Mapping[str, Any] | None = None
 
     def indexed(self) -> Iterator[tuple[int, nn.Module, Mapping[str, Any]]]:
         """Yield each layer's index in the model, the layer and its state dict."""
@@ -213,6 +216,9 @@ class WorkerContent:
             update for stage in stages for update in stage.pack_updates(elsewhere, content.others)
         ]
         content.plain = {"extra": extra, "buffers": buffers, "updates": updates}
+        for stage in stages:
+            if stage.adapters is not None:
+                content.plain["adapters"] = dict(stage.adapters)
         if position is not None:
             content.plain["data"] = pack(dict(position), content.others, "data")
         for name, tensor in (content.weights | content.others).items():

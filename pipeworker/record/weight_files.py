@@ -30,10 +30,17 @@ class _Index(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The files that hold a model's weights, and their index, the file of each weight, if any."""
+    """The files that hold a model's weights.
+
+    Attributes:
+        files: all of them.
+        index: the file of each weight, if there is an index.
+        from_run: whether they are those of a checkpoint.
+    """
 
     files: tuple[Path, ...]
     index: Mapping[str, Path] | None = None
+    from_run: bool = False
 
 
 def find_weight_files(path: Path) -> WeightFiles:
@@ -73,7 +80,8 @@ def find_files(path: Path) -> WeightFiles:
         checkpoint = find_checkpoint(path)
         manifest = Manifest.read(checkpoint / MANIFEST)
         files = [file for file in manifest.files if file.name.startswith("model-")]
-        return WeightFiles(tuple(manifest.locate(checkpoint, file) for file in files))
+        paths = tuple(manifest.locate(checkpoint, file) for file in files)
+        return WeightFiles(paths, from_run=True)
     if (path / WEIGHTS_INDEX).is_file():
         return _indexed(path / WEIGHTS_INDEX)
     if not (path / _SINGLE).exists():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,7 @@ class LocalStages:
         ties: ties by stage, of the stages that have places of tied weights.
         aliases: the first name of a tied weight in the user's module, by each further name.
         unmatched: number of names of ``--init-from`` without a counterpart.
+        adapters: what makes peft's own folder of the model's weights, if it has adapters.
         resources: closes the stages, which restores the modules' settings.
     """
 
@@ -52,6 +53,7 @@ class LocalStages:
     ties: dict[int, Ties]
     aliases: dict[str, str]
     unmatched: int
+    adapters: Mapping[str, Any] | None
     resources: ExitStack
 
     @property
@@ -118,6 +120,7 @@ class LocalStages:
             stage.first,
             updater.steps,
             None if optimizers.wants_metric else optimizers.restart_schedulers,
+            self.adapters if index == 0 and keeps_weights else None,
         )
 
 
@@ -135,7 +138,7 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
     if options.init_from is not None and loaded.restore is None:
         tracker.set(Phase.RESTORING)
         places = [tuple(map(names.of_numbered, tie.names)) for tie in plan.ties]
-        initial = InitialWeights(Path(options.init_from), names, places)
+        initial = InitialWeights(Path(options.init_from), names, places, model.conversion())
     stages: dict[int, Stage] = {}
     updaters: dict[int, Updater] = {}
     ties: dict[int, Ties] = {}
@@ -187,7 +190,10 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
             )
             if unmatched:
                 streams.note(f"warning: --init-from {options.init_from}: {initial.diff.summary()}")
-        return LocalStages(names, stages, updaters, ties, aliases, unmatched, resources.pop_all())
+        return LocalStages(
+            *(names, stages, updaters, ties, aliases, unmatched, model.adapters()),
+            resources.pop_all(),
+        )
 
 
 def _check_of(loaded: LoadedWorker) -> Callable[[Any, Any], None] | None:

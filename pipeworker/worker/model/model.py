@@ -19,6 +19,7 @@ from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
 from pipeworker.job.file import JobFile
 from pipeworker.plan.ties import declared
+from pipeworker.record.conversions import Conversion, describe_adapters
 from pipeworker.wire.messages.plan import StageRange
 from pipeworker.worker import blame
 from pipeworker.worker.internals import is_fake
@@ -154,6 +155,14 @@ class Model:
         """Return the class of a layer, or "" if it is not known."""
         entry = self.entries[layer] if 0 <= layer < len(self.entries) else None
         return blame.kind_of(entry) if isinstance(entry, nn.Module) else ""
+
+    def conversion(self) -> Conversion | None:
+        """Return how the files of a library become weights of the module that is cut."""
+        return Conversion(self._module) if self._module is not None else None
+
+    def adapters(self) -> dict[str, Any] | None:
+        """Return what makes peft's own folder of the model's weights, if it has adapters."""
+        return describe_adapters(self._module) if self._module is not None else None
 
     def ties(self) -> tuple[Tie, ...]:
         """Return the tied parameters: one object in several layers, or declared by the job file."""
