@@ -21,8 +21,8 @@ from pipeworker.worker.internals import pytree, version_of
 from pipeworker.worker.stage.cut.trace import Call, Recording
 from pipeworker.worker.transport.structure import PLAIN_TYPES
 
-_SKIPPED = ("_parameters", "_modules", "_forward", "_backward", "_load_state", "_state_dict")
-"""How those attributes of a module begin that torch keeps, or that are checked elsewhere."""
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+"""The attributes in which each module keeps its parameters, buffers, modules and hooks."""
 _ATOMS = (type, FunctionType, MethodType, ModuleType, nn.Module)
 _Held = dict[str, list[Any]]
 """By the path of an attribute, the objects that it holds, and the versions of its tensors."""
@@ -65,8 +65,8 @@ class Isolation:
 def _held_by(unit: nn.Module) -> _Held:
     found: _Held = {}
     for name, module in unit.named_modules():
-        for key, value in vars(module).items():
-            if not key.startswith(_SKIPPED):
+        for key, value in (*vars(module).items(), *module.named_buffers(recurse=False)):
+            if key not in _OF_TORCH:
                 found[f"{name}.{key}" if name else key] = list(_flat(value))
     return found
 
