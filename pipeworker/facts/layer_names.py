@@ -7,18 +7,24 @@ the layer's index and the same key: ``3.attention.weight``.
 A layer of a cut module may also have parameters outside of its unit. Its prefix is written as
 ``.model.layers.3..model.scale``, the names of the unit and of these parameters; a key has the whole
 name, as ``3.^.model.scale``.
+
+A job may rename what is in a layer of a list. Its prefix is then written as ``=0..wte..model.wte``:
+the name of the layer, and pairs of the beginning of a key and of the name in its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from pipeworker.errors import UsageError
-from pipeworker.facts.limits import LONGEST_NAME, check
+from pipeworker.facts.limits import LONGEST_NAME, LONGEST_PREFIX, check
 
 _MARK, _BETWEEN = ".", ".."
 """Begins the prefix of a layer of a cut module, and separates the names in it."""
+_RENAMED = "="
+"""Begins the prefix of a layer in which names are replaced."""
 _ROOT = "^."
 """Begins the keys of such a layer, which are whole names in the user's module."""
 
@@ -38,13 +44,17 @@ class LayerNames:
     _indices: dict[str, int] = field(init=False, repr=False, compare=False)
     _others: dict[str, int] = field(init=False, repr=False, compare=False)
     """The first layer with each parameter outside of its unit."""
+    _replaced: dict[str, tuple[int, str]] = field(init=False, repr=False, compare=False)
+    """The layer and the beginning of its keys, by the beginning of the names in their place."""
     _outer: frozenset[int] = field(init=False, repr=False, compare=False)
     """The layers whose prefix is the beginning of another layer's."""
 
     def __post_init__(self) -> None:
         for prefix in self.prefixes:
-            check(len(prefix) <= LONGEST_NAME, f"a layer's name of {len(prefix)} characters")
             names = self._names(prefix)
+            longest = max(map(len, names))
+            check(len(prefix) <= LONGEST_PREFIX, f"a layer with {len(names)} names")
+            check(longest <= LONGEST_NAME, f"a layer's name of {longest} characters")
             check(all(all(name.split(".")) for name in names), f"a layer named {prefix!r}")
         units = self.units
         indices = {unit: index for index, unit in enumerate(units)}
@@ -52,9 +62,18 @@ class LayerNames:
         object.__setattr__(self, "_indices", indices)
         others: dict[str, int] = {}
         for index, prefix in enumerate(self.prefixes):
-            for name in self._names(prefix)[1:]:
+            for name in self._names(prefix)[1:] if prefix.startswith(_MARK) else ():
                 others.setdefault(name, index)
         object.__setattr__(self, "_others", others)
+        replaced = {
+            name: (index, key)
+            for index, prefix in enumerate(self.prefixes)
+            for key, name in _pairs(prefix)
+        }
+        count = sum(len(_pairs(prefix)) for prefix in self.prefixes)
+        check(len(replaced) == count, "several parts of layers with one name")
+        check(not replaced.keys() & indices.keys(), "a part of a layer with the name of a layer")
+        object.__setattr__(self, "_replaced", replaced)
         outer, _ = self.by_layer(unit for unit in units if unit not in others)
         object.__setattr__(self, "_outer", frozenset(outer))
 
@@ -69,8 +88,14 @@ class LayerNames:
         return _MARK + _BETWEEN.join((unit, *others))
 
     @staticmethod
+    def of_renamed(unit: str, pairs: Mapping[str, str]) -> str:
+        """Return the prefix of a layer in which the beginnings of names are replaced."""
+        return _RENAMED + _BETWEEN.join((unit, *(part for pair in pairs.items() for part in pair)))
+
+    @staticmethod
     def _names(prefix: str) -> list[str]:
-        return prefix[1:].split(_BETWEEN) if prefix.startswith(_MARK) else [prefix]
+        marked = prefix.startswith(_MARK) or _is_renamed(prefix)
+        return prefix[1:].split(_BETWEEN) if marked else [prefix]
 
     def unit(self, index: int) -> str:
         """Return the name of a layer in the user's module."""
@@ -100,10 +125,13 @@ class LayerNames:
         """
         if self.prefixes[index].startswith(_MARK):
             return key.removeprefix(_ROOT)
-        name = f"{self.prefixes[index]}.{key}"
-        if index in self._outer and (found := self.split(name)[0]) != index:
+        for start, own in _pairs(self.prefixes[index]):
+            if f"{key}.".startswith(f"{start}."):
+                return own + key[len(start) :]
+        name = f"{self.unit(index)}.{key}"
+        if index in self._outer and (owner := self.split(name)[0]) != index:
             raise UsageError(
-                f"layers {self.prefixes[index]!r} and {self.prefixes[found]!r}: both have a "
+                f"layers {self.unit(index)!r} and {self.unit(owner)!r}: both have a "
                 f"parameter or buffer named {name!r}; give one of the layers another name"
             )
         return name
@@ -114,9 +142,12 @@ class LayerNames:
         Raises:
             KeyError: no layer's prefix matches.
         """
-        dot = name.rfind(".")
+        dot = len(name)
         while dot >= 0:
-            index = self._indices.get(name[:dot])
+            found = self._replaced.get(name[:dot])
+            if found is not None:
+                return found[0], found[1] + name[dot:]
+            index = self._indices.get(name[:dot]) if dot < len(name) else None
             if index is not None:
                 is_cut = self.prefixes[index].startswith(_MARK)
                 return index, _ROOT + name if is_cut else name[dot + 1 :]
@@ -139,6 +170,20 @@ class LayerNames:
             else:
                 keys.setdefault(index, []).append(key)
         return keys, unknown
+
+
+def _is_renamed(prefix: str) -> bool:
+    return prefix.startswith(_RENAMED) and _BETWEEN in prefix
+
+
+@cache
+def _pairs(prefix: str) -> tuple[tuple[str, str], ...]:
+    """Return what is replaced in the names of a layer, the longest beginning of a key first."""
+    if not _is_renamed(prefix):
+        return ()
+    _, *parts = prefix.split(_BETWEEN)
+    pairs = zip(parts[::2], parts[1::2], strict=False)
+    return tuple(sorted(pairs, key=lambda pair: len(pair[0]), reverse=True))
 
 
 def numbered(index: int, key: str) -> str:

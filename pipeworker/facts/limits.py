@@ -6,6 +6,7 @@ from pipeworker.errors import ProtocolError
 
 MOST_TYPES = 1 << 14
 LONGEST_NAME = 512
+LONGEST_PREFIX = 1 << 15
 LONGEST_TEXT = 1 << 20
 LONGEST_VALUE = 1 << 13
 MOST_KEYS = 1 << 6

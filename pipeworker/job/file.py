@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from importlib.machinery import SourceFileLoader
@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from pipeworker.errors import UsageError, a_type
+from pipeworker.facts.layer_names import LayerNames
 from pipeworker.job import signatures
 from pipeworker.job.options import Options
 
@@ -26,7 +27,7 @@ REQUIRED = ("model", "loss", "optimizer", "data")
 HOOKS = ("on_step", "on_evaluation", "on_checkpoint")
 """Names of functions that are called with what is recorded, outside of the workers."""
 _MAY_BE_NONE = ("scheduler", "before_update", "metrics", "evaluation", "tokens", *HOOKS)
-_OPTIONAL = (*_MAY_BE_NONE, "scheduler_interval", "tied", "transient")
+_OPTIONAL = (*_MAY_BE_NONE, "scheduler_interval", "tied", "names", "transient")
 _INTERVALS = ("step", "epoch")
 _NEARLY = 0.87
 """The similarity (difflib's ratio) from which a name counts as a misspelling of another."""
@@ -56,6 +57,7 @@ class JobFile:
     evaluation: Any = None
     metrics: Callable[[Any, Any], Any] | None = None
     tied: Sequence[Sequence[str]] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
     transient: tuple[type[BaseException], ...] = ()
     tokens: Callable[[Any], Any] | None = None
     on_step: Callable[[dict[str, Any]], Any] | None = None
@@ -183,6 +185,13 @@ def _right_kind(name: str, value: Any) -> str:
             right = "an iterable of (input, target) mini-batches, or a function returning one"
         case "tied":
             fits, right = isinstance(value, (list, tuple)), "a list of tuples of parameter names"
+        case "names":
+            fits = isinstance(value, dict) and all(
+                isinstance(part, str) and all(part.split("."))
+                for pair in value.items()
+                for part in pair
+            )
+            right = "a dict of names in the model and the names that they have in files"
         case "scheduler_interval" | "transient":
             fits, right = True, ""
         case _:
@@ -294,6 +303,26 @@ def entries(
         if isinstance(entry, type) or not signatures.accepts(entry, 1):
             raise UsageError(f"layer {index} of model() {signatures.needs_arguments(entry)}")
     return {name: _as_layer(entry) for name, entry in layers.items()}
+
+
+def prefixes(layers: Collection[str], names: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the prefixes of layers, some of whose names the job replaces.
+
+    Raises:
+        UsageError: a name is in no layer.
+    """
+    wholes = {layer: names.get(layer, layer) for layer in layers}
+    parts: dict[str, dict[str, str]] = {layer: {} for layer in layers}
+    for name, other in names.items():
+        layer, _, key = name.partition(".")
+        if layer not in parts:
+            raise UsageError(f"names: {name!r} is in no layer of model(); a name begins with one")
+        if key:
+            parts[layer][key] = other
+    return tuple(
+        LayerNames.of_renamed(whole, parts[layer]) if parts[layer] else whole
+        for layer, whole in wholes.items()
+    )
 
 
 class _Function(nn.Module):

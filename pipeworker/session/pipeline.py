@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any
@@ -54,9 +54,10 @@ class Pipeline:
             ``ReduceLROnPlateau`` is stepped after each :meth:`evaluate`. For a list of optimizers
             it returns a list.
         scheduler_interval: ``"epoch"`` to step the scheduler at each :meth:`end_epoch` instead.
-        before_update: as in a job file; so are `metrics`, `tied` and `tokens`.
+        before_update: as in a job file; so are `metrics`, `tied`, `names` and `tokens`.
         metrics: see `before_update`.
         tied: see `before_update`.
+        names: see `before_update`.
         tokens: see `before_update`; counts those of each mini-batch of :meth:`step`.
         sample: an input of the model; required if layers stash and pop, to find the stages between
             which the skip connections run.
@@ -88,6 +89,7 @@ class Pipeline:
         before_update: Callable[[list[nn.Parameter]], Any] | None = None,
         metrics: Callable[[Any, Any], Any] | None = None,
         tied: Sequence[Sequence[str]] = (),
+        names: Mapping[str, str] | None = None,
         tokens: Callable[[Any], Any] | None = None,
         sample: Any = None,
         run_dir: str | Path | None = None,
@@ -107,6 +109,7 @@ class Pipeline:
                 before_update=before_update,
                 metrics=metrics,
                 tied=tied,
+                names=names or {},
                 tokens=tokens,
             ),
             where,

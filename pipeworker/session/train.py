@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +41,7 @@ def train(
     evaluation: Any = None,
     metrics: Callable[[Any, Any], Any] | None = None,
     tied: Sequence[Sequence[str]] = (),
+    names: Mapping[str, str] | None = None,
     tokens: Callable[[Any], Any] | None = None,
     on_step: Callable[[dict[str, Any]], Any] | None = None,
     on_evaluation: Callable[[dict[str, Any]], Any] | None = None,
@@ -90,6 +91,7 @@ def train(
             evaluation=evaluation,
             metrics=metrics,
             tied=tied,
+            names=names or {},
             tokens=tokens,
             on_step=on_step,
             on_evaluation=on_evaluation,

@@ -171,7 +171,7 @@ WRONG = [
     ("Described", model(skips=[[0, 99, "x"]]), "a skip to layer 99"),
     ("Described", model(ties=[[[], []]]), "tied weights without a name"),
     ("Described", model(problem="x" * (LONGEST_TEXT + 1)), "too long a problem"),
-    ("Described", model(names=["a", "b"]), "too many names of layers"),
+    ("Described", model(names=["a", "b"]), "2 names for "),
     ("Described", model(layers=["A", "B"], names=["a"]), "1 names for 2 layers"),
     ("Described", model(layers=["A", "B"], names=["a", "a"]), "several layers with one name"),
     ("Described", model(names=["a..b"]), "a layer named 'a..b'"),

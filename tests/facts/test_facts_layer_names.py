@@ -50,6 +50,50 @@ def test_the_longest_prefix_owns_a_parameter() -> None:
     assert NESTED.parameter(0, "2.weight") == "block.2.weight"
 
 
+RENAMED = LayerNames(
+    (
+        LayerNames.of_renamed("embed", {"wte": "model.wte", "wpe.weight": "model.places"}),
+        LayerNames.of_renamed("model.h.0", {"attn": "model.h.0.self_attn", "attn.out": "out"}),
+        "head",
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("index", "key", "name"),
+    [
+        (0, "wte.weight", "model.wte.weight"),
+        (0, "wpe.weight", "model.places"),
+        (0, "wpe.bias", "embed.wpe.bias"),
+        (0, "wtes.weight", "embed.wtes.weight"),
+        (1, "attn.q.weight", "model.h.0.self_attn.q.weight"),
+        (1, "attn.out.weight", "out.weight"),
+        (1, "mlp.weight", "model.h.0.mlp.weight"),
+        (2, "weight", "head.weight"),
+    ],
+)
+def test_names_in_a_layer_are_replaced(index: int, key: str, name: str) -> None:
+    assert RENAMED.parameter(index, key) == name
+    assert RENAMED.split(name) == (index, key)
+    assert RENAMED.units == ("embed", "model.h.0", "head")
+    again = LayerNames(RENAMED.prefixes)
+    assert again.split(name) == (index, key)
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "message"),
+    [
+        ([LayerNames.of_renamed(u, {"a": "c"}) for u in "01"], "several parts of layers with one"),
+        ([LayerNames.of_renamed("0", {"a": "1"}), "1"], "a part of a layer with the name of a"),
+        ([LayerNames.of_renamed("0", {"a": ""})], "a layer named"),
+        ([LayerNames.of_renamed("0", {"a": "b.."})], "a layer named"),
+    ],
+)
+def test_names_that_replace_others_are_checked(prefixes: list[str], message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        LayerNames(tuple(prefixes))
+
+
 def test_two_layers_cannot_have_parameters_of_one_name() -> None:
     with pytest.raises(UsageError) as caught:
         NESTED.parameter(0, "1.weight")

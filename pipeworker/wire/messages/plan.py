@@ -71,11 +71,10 @@ class Described:
         check(self.epoch_length >= 0, f"an epoch of {self.epoch_length} mini-batches")
         check(len(self.sources) <= MOST_TYPES, f"{len(self.sources)} files")
         count = len(self.layers)
-        check_names(self.names, "names of layers", count)
+        check(len(self.names) in (0, count), f"{len(self.names)} names for {count} layers")
         LayerNames(self.names)
         outlined = self.outline is None or len(self.outline.of_layer) == count
         check(outlined, f"an outline of other layers than {count}")
-        check(len(self.names) in (0, count), f"{len(self.names)} names for {count} layers")
         known = sorted({*self.frozen} & {*range(count)})
         check(list(self.frozen) == known, "frozen layers that are none, or out of order")
         check(len(self.problem) <= LONGEST_TEXT, "too long a problem")

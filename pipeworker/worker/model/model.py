@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pipeworker.errors import UsageError, a_type
+from pipeworker.errors import ProtocolError, UsageError, a_type
 from pipeworker.facts.connections import Tie
 from pipeworker.facts.layer_names import LayerNames, layer_of, split_numbered
 from pipeworker.facts.position import Phase
@@ -74,9 +74,24 @@ class Model:
             named = job_file.entries(job, lambda _: self._made(), self._cut)
         except BaseException as error:
             blame.blame_user("model()", error, early=True, note=_hint(error))
-        self.names = LayerNames(tuple(named))
+        self.names = self._names_of(job, list(named))
         self.entries = list(named.values())
+        self._layers = list(named)
+        self._renamed = {name for name in job.names if "." in name}
         self._declared = job.tied
+
+    def _names_of(self, job: JobFile, layers: list[str]) -> LayerNames:
+        if job.names and self.cut is not None:
+            raise UsageError(
+                "names: are of a list of layers; model() returned a module, whose own names files "
+                "have"
+            )
+        try:
+            return LayerNames(job_file.prefixes(layers, job.names))
+        except ProtocolError as error:
+            if not job.names:
+                raise
+            raise UsageError(f"names: {error}; give each layer and each part its own") from None
 
     def _made(self) -> Any:
         """Return what ``model`` returns, or is; of a large module, parameters have no memory.
@@ -245,7 +260,18 @@ class Model:
                 built = separate(entry, [split_numbered(name)[1] for name in tied])
             else:
                 built = entry
+            self._check_renamed(index, built)
             return built if device is None else built.to(device)
+
+    def _check_renamed(self, index: int, layer: nn.Module) -> None:
+        """Reject names of parts that a layer does not have."""
+        named = self._layers[index]
+        own = [*layer.state_dict(keep_vars=True), *dict(layer.named_buffers())]
+        for name in self._renamed:
+            first, _, key = name.partition(".")
+            if first == named and not any(f"{one}.".startswith(f"{key}.") for one in own):
+                known = own[0] if own else "no weights"
+                raise UsageError(f"names: {name!r}: the layer has no {key}; it has {known}, …")
 
 
 def _hint(error: BaseException) -> str:
