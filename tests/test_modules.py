@@ -273,3 +273,54 @@ NORMED = """
 def test_values_and_layers_of_other_kinds(jobs: Jobs, source: str) -> None:
     one, two = (jobs.train("--stages", k, "--microbatches", "2", source=source) for k in "13")
     assert_same(one, two)
+
+
+LARGE = """
+    import resource
+
+    import torch
+    from torch import nn
+
+    LIMIT = 448 << 20
+
+    def data_of_process():
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
+
+    most = data_of_process() + LIMIT
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(32))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = torch.tanh(block(x))
+            return x
+
+    def model():
+        return Net()
+
+    def loss(output, target):
+        return ((output - target) ** 2).mean()
+
+    def optimizer(params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    def data():
+        for _ in range(2):
+            yield torch.randn(8, 2048), torch.randn(8, 2048)
+"""
+"""512 MiB of weights and as much of gradients; no process may allocate more than 448 MiB."""
+
+
+@slow
+def test_a_model_larger_than_the_memory_of_any_process_trains(jobs: Jobs) -> None:
+    options = ("--microbatches", "2", "--balance", "even", "--keep", "1")
+    alone = jobs.run("--stages", "1", *options, source=LARGE)
+    assert alone.status != 0
+    assert "alloc" in alone.stderr or "memory" in alone.stderr
+    parted = jobs.train("--stages", "8", *options, source=LARGE)
+    assert len(parted.metrics) == 2

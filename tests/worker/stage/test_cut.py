@@ -251,6 +251,23 @@ def test_a_parameter_of_several_layers_is_equal_for_any_number_of_stages(name: s
         assert losses == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.parametrize("name", TIED)
+def test_with_one_micro_batch_a_parameter_of_several_layers_equals_the_plain_loop(
+    name: str,
+) -> None:
+    make, batches, loss = TIED[name]
+    torch.manual_seed(3)
+    module, data = make(), list(batches())
+    expected = plain([Whole(copy.deepcopy(module))], loss, data, 1, sgd)
+    for stages in (1, 3):
+        plan, layers = cut(copy.deepcopy(module), data[0])
+        way = filled(Placement.identity(stages), "never")
+        pipeline = Pipeline(
+            layers, loss, data, way, microbatches=1, skips=plan.skips(), optimizer=sgd
+        )
+        assert pipeline.train(3).losses == expected.losses
+
+
 def assert_same_tensors(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     by_name = {name.partition("^.")[2]: tensor for name, tensor in found.items()}
     for name, tensor in wanted.items():
