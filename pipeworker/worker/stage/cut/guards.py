@@ -89,7 +89,8 @@ class Guards:
             raise refused(
                 layer,
                 unit,
-                "uses a tensor that a unit keeps in an attribute or an object of its own",
+                "uses a tensor that a unit keeps in an attribute or an object of its own, or that "
+                "a transform as vmap or a compiled function makes",
                 "have the unit return it",
             )
 

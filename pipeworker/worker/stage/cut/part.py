@@ -132,7 +132,7 @@ def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
 
     Raises:
         UsageError: the module cannot be cut; the message has the reason.
-        Exception: whatever its forward raises.
+        UserCodeError: its forward raised.
     """
     cpu = torch.device("cpu")
     copied, fresh = _hollow(module, cpu), _hollow(module, cpu)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pipeworker.errors import UsageError
+from pipeworker.worker import blame
 from pipeworker.worker.internals import (
     FAKE_LOGGER,
     is_fake,
@@ -94,7 +95,7 @@ class Planning:
 
         Raises:
             UsageError: the module cannot be cut; the message has the reason.
-            Exception: whatever the module's forward raises.
+            UserCodeError: its forward raised.
         """
         self._units, self._isolation = units, isolation
         self._guards = Guards(module, [one.unit for one in units.values()], _states)
@@ -114,7 +115,9 @@ class Planning:
         except Exception as error:
             if type(error).__name__ in _NEEDS_NUMBERS:
                 raise self._needs_numbers(error) from error
-            raise
+            layer, unit = self._here()
+            where = f"forward() of model(), in layer {layer} ({unit}), on tensors without numbers"
+            blame.blame_user(where, error, early=True)
         finally:
             logger.setLevel(level)
         if not self.plan.units:
@@ -145,7 +148,8 @@ class Planning:
 
     def _here(self) -> tuple[int, str]:
         """Return the layer that the forward is in, and what messages call it."""
-        return self._at, self.plan.units[-1] if self.plan.units else "before its first unit"
+        units = self.plan.units
+        return self._at, f"behind {units[-1]}" if units else "before its first unit"
 
     def _between_units(self) -> tuple[int, str]:
         return (-1, "") if self._inside else self._here()
