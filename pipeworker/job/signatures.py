@@ -122,11 +122,10 @@ def needs_arguments(entry: Callable[..., Any]) -> str:
             "give an instance, or a function that builds one"
         )
     what = "function" if inspect.isroutine(entry) else "callable"
-    module = _module_for(_name(entry))
-    cure = "a module with this in its forward, or a function without arguments if it builds one"
     return (
-        f"is the {what} {format_signature(entry)}, and one there is called without arguments, to "
-        f"build a layer; give {f'nn.{module}()' if module else cure}"
+        f"is the {what} {format_signature(entry)}, and one there has one argument, or none if it "
+        "builds a layer; give a module with this in its forward, or a function without arguments "
+        "if it builds one"
     )
 
 
@@ -163,9 +162,3 @@ def format_signature(function: Any) -> str:
 
 def _name(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
-
-
-def _module_for(name: str) -> str:
-    """Return the name of the module of torch.nn for a function of this name, or ""."""
-    wanted = name.replace("_", "")
-    return next((each for each in dir(nn) if each.lower() == wanted and each[0].isupper()), "")
