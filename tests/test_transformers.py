@@ -265,9 +265,12 @@ def test_adapters_of_a_folder_are_trained_and_exported(jobs: Jobs, tmp_path: Pat
     """
     folder = str(tmp_path / "base")
     run = jobs.train(
-        *("--stages", "2", "--microbatches", "2", "--init-from", folder),
+        *("--stages", "2", "--microbatches", "2", "--init-from", folder, "--save-every", "1"),
         source=TUNED.format(folder=folder, adapt=adapt.strip(), rate=1.0),
     )
+    frozen = "model-00001-of-00002-frozen.safetensors"
+    first, second = (run.path / "checkpoints" / f"step-0000000{step}" for step in (1, 2))
+    assert (first / frozen).samefile(second / frozen)
     ids = torch.arange(3, 51).view(4, 12)
     with torch.no_grad():
         total, count = pipeworker.causal_loss(base.train()(input_ids=ids), ids)

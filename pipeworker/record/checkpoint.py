@@ -1,8 +1,8 @@
-"""A complete checkpoint: ``manifest.json``, and three files of each worker.
+"""A complete checkpoint: ``manifest.json``, and three or four files of each worker.
 
 Two of a worker's files hold tensors as safetensors, the weights and all others; the third holds
-everything else as JSON. The names are those of ``model().state_dict()``; the weights and their
-index are laid out as Hugging Face does it.
+everything else as JSON. Frozen weights are in a file of their own. The names are those of
+``model().state_dict()``; the weights and their index are laid out as Hugging Face does it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import msgspec
 
 from pipeworker.errors import UnreadableFile
 from pipeworker.record.bounded_file import read_json
+from pipeworker.record.frozen_weights import frozen_name
 from pipeworker.record.json_state import JSON_DEPTH, Tensors
 from pipeworker.record.manifest import ANOTHER, MANIFEST, Manifest, WorkerFiles, file_names, invalid
 from pipeworker.record.tensor_file import TensorFile
@@ -34,11 +35,16 @@ class Checkpoint:
     def worker_files(self) -> list[WorkerFiles]:
         """Return the files of each worker, which exist and have the right sizes."""
         paths = {f.name: self.manifest.locate(self.path, f) for f in self.manifest.files}
-        ranks = sum(name.startswith("model-") for name in paths)
+        ranks = sum(name.startswith("state-") for name in paths)
         named = [file_names(rank, ranks) for rank in range(ranks)]
-        if paths.keys() != {name for names in named for name in names}:
+        frozen = {frozen_name(names[0]) for names in named}
+        if paths.keys() - frozen != {name for names in named for name in names}:
             raise invalid(self.path, f"its files are not those of {ranks} workers")
-        return [WorkerFiles(*(paths[name] for name in names)) for names in named]
+        found = []
+        for model, optimizer, state in named:
+            own = (paths[model], paths[optimizer], paths[state])
+            found.append(WorkerFiles(*own, paths.get(frozen_name(model))))
+        return found
 
     def verify(self) -> None:
         """Read all files, and check that none is missing or damaged."""
@@ -49,8 +55,8 @@ class Checkpoint:
         found: Tensors = {}
         layers = self.manifest.layers
         self.manifest.check_files(self.path, "model-")
-        for files in self.worker_files():
-            file = TensorFile(files.model)
+        for path in (path for files in self.worker_files() for path in files.weights):
+            file = TensorFile(path)
             for name in file:
                 if name not in layers:
                     raise invalid(file.path, f"{reprlib.repr(name)} is not a weight of a layer")

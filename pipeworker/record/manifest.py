@@ -22,7 +22,8 @@ from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.record.bounded_file import read_json
 
-VERSION = 2
+VERSION = 3
+_READABLE = (2, VERSION)
 MANIFEST = "manifest.json"
 ANOTHER = "use another checkpoint"
 """The remedy in errors about a checkpoint that cannot be read."""
@@ -30,7 +31,7 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 _MOST_HEADER = 100 << 20
 _CHUNK = 1 << 20
 _CHECKSUM = "crc32"
-_NAME = r"^(model|optimizer|state)-[0-9]{5,9}-of-[0-9]{5,9}\.(safetensors|json)\Z"
+_NAME = r"^(model|optimizer|state)-[0-9]{5,9}-of-[0-9]{5,9}(-frozen)?\.(safetensors|json)\Z"
 
 
 def file_names(rank: int, ranks: int) -> tuple[str, str, str]:
@@ -44,11 +45,17 @@ def file_names(rank: int, ranks: int) -> tuple[str, str, str]:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFiles:
-    """The three files that one worker wrote."""
+    """The files that one worker wrote; frozen weights are in one of their own, if there are any."""
 
     model: Path
     optimizer: Path
     state: Path
+    frozen: Path | None = None
+
+    @property
+    def weights(self) -> list[Path]:
+        """The files with weights."""
+        return [self.model, *([self.frozen] if self.frozen is not None else [])]
 
 
 def describe_file(path: Path) -> CheckpointFile:
@@ -119,7 +126,7 @@ class Manifest:
             UsageError: the file is not a manifest, has another version, or is damaged.
         """
         what = "it is not the manifest of a checkpoint"
-        content = read_json(path, dict, what, ANOTHER, versions=(VERSION,))
+        content = read_json(path, dict, what, ANOTHER, versions=_READABLE)
         try:
             found = {name: _field(name, kind, content) for name, kind in _FIELDS.items()}
             found["layers"] = LayerNames(found["layers"])

@@ -145,11 +145,12 @@ class _SavedState:
 
     def __post_init__(self) -> None:
         for files in self.files:
-            weights = TensorFile(files.model)
-            both = next((name for name in weights if name in self.weights), None)
-            if both is not None:
-                raise _damaged(files.model, f"{both!r:.80} is in another part as well")
-            self.weights |= dict.fromkeys(weights, weights)
+            for path in files.weights:
+                weights = TensorFile(path)
+                both = next((name for name in weights if name in self.weights), None)
+                if both is not None:
+                    raise _damaged(path, f"{both!r:.80} is in another part as well")
+                self.weights |= dict.fromkeys(weights, weights)
             plain = read_plain(files.state)
             packed = partial(_PackedValue, files.state, TensorFile(files.optimizer))
             self.extra |= {name: packed(value) for name, value in plain["extra"].items()}

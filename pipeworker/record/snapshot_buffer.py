@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from pipeworker.errors import PipeworkerError
+from pipeworker.record.frozen_weights import frozen_name
 from pipeworker.record.json_state import Tensors
 from pipeworker.record.manifest import WorkerFiles
-from pipeworker.record.snapshot_memory import Chunk, SnapshotMemory
-from pipeworker.record.stage_state import StageState, WorkerContent
+from pipeworker.record.snapshot_memory import Chunk, FileContent, SnapshotMemory
+from pipeworker.record.stage_state import StageState, TensorContent, WorkerContent
 from pipeworker.record.tensor_file import TensorInfo, file_layout
 
 CopyPairs = list[tuple[torch.Tensor, torch.Tensor]]
@@ -30,19 +32,20 @@ class SafetensorsLayout:
         self._contents: object = None
         self._views: Tensors = {}
 
-    def place(self, tensors: Tensors, metadata: Mapping[str, str]) -> CopyPairs:
+    def place(self, content: TensorContent) -> CopyPairs:
         """Make room for tensors under a header, and return the copies that fill it.
 
-        Room for the same names, shapes and dtypes is used again.
+        The frozen ones come first. Room for the same names, shapes and dtypes is used again.
 
         Raises:
             OSError: there is not enough memory.
         """
+        tensors, metadata, frozen = content.tensors, content.metadata, content.frozen
         infos = _infos(tensors)
-        contents = list(infos.items()), dict(metadata)
+        contents = list(infos.items()), dict(metadata), sorted(frozen)
         if contents != self._contents:
             self._contents, self._views = None, {}
-            header, ranges = file_layout(infos, metadata)
+            header, ranges = file_layout(infos, metadata, frozen)
             start, end = len(header), max((last for _, last in ranges.values()), default=0)
             room = self._memory.allocate(self._number, start + end)
             room[:start] = header
@@ -86,8 +89,8 @@ class SnapshotBuffer:
             UsageError: a state holds something else than tensors and plain values.
         """
         content = WorkerContent.of(stages, elsewhere, position)
-        files = content.weights, content.others
-        size = sum(tensor.nbytes for tensors in files for tensor in tensors.values())
+        files = content.tensor_files()
+        size = sum(tensor.nbytes for file in files for tensor in file.tensors.values())
         growth = size - self.memory.size
         if most is not None and growth > 0 and growth > most():
             return None
@@ -95,8 +98,8 @@ class SnapshotBuffer:
         self._plain = content.plain
         unchanged = {t.data_ptr() for stage in stages for t in stage.changed_by_update()}
         later: CopyPairs = []
-        for layout, tensors, header in zip(self._layouts, files, content.headers(), strict=True):
-            for view, tensor in layout.place(tensors, header):
+        for layout, file in zip(self._layouts, files, strict=True):
+            for view, tensor in layout.place(file):
                 if tensor.nbytes >= _LEAST_BYTES and tensor.data_ptr() in unchanged:
                     later.append((view, tensor))
                 else:
@@ -130,12 +133,13 @@ class SnapshotBuffer:
 
 def file_contents(
     step: int,
+    names: Sequence[str],
     ranks: int,
     stages: Sequence[StageState],
     elsewhere: Collection[int] = (),
     position: Mapping[str, Any] | None = None,
-) -> tuple[Iterator[Chunk], Iterator[Chunk], Iterator[Chunk]]:
-    """Return the bytes of the files of a snapshot that is not in memory.
+) -> list[FileContent]:
+    """Return the files of a snapshot that is not in memory, under their `names`.
 
     A tensor is copied only if it is on an accelerator or not contiguous, one at a time. See
     :class:`SnapshotBuffer` and :meth:`WorkerContent.of` for the arguments.
@@ -144,17 +148,24 @@ def file_contents(
         UsageError: a state holds something else than tensors and plain values.
     """
     content = WorkerContent.of(stages, elsewhere, position)
-    weights, others = content.headers()
+    model, optimizer, state = names
     plain = memoryview(_plain_file(content.plain, step, ranks))
-    return (
-        _tensor_chunks(content.weights, weights),
-        _tensor_chunks(content.others, others),
-        iter([plain]),
-    )
+    trained = content.weights.keys() - content.frozen
+    is_split = content.frozen and trained
+    parts = {model: trained, frozen_name(model): content.frozen}
+    found = []
+    for name, chosen in (parts if is_split else {model: content.weights.keys()}).items():
+        weights, _ = content.only(chosen).tensor_files()
+        found.append(FileContent(name, partial(_tensor_chunks, weights), shared=name != model))
+    _, others = content.tensor_files()
+    found.append(FileContent(optimizer, partial(_tensor_chunks, others)))
+    found.append(FileContent(state, lambda: iter([plain])))
+    return found
 
 
-def _tensor_chunks(tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[Chunk]:
-    header, ranges = file_layout(_infos(tensors), metadata)
+def _tensor_chunks(content: TensorContent) -> Iterator[Chunk]:
+    tensors = content.tensors
+    header, ranges = file_layout(_infos(tensors), content.metadata)
     yield memoryview(header)
     for name in ranges:  # by their place in the file
         if tensors[name].numel():

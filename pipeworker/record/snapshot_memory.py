@@ -14,13 +14,16 @@ import signal
 import sys
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pipeworker.errors import RecordError
 from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.record.atomic_file import open_file
+from pipeworker.record.frozen_weights import frozen_name, link_same, ranges, split
 from pipeworker.record.rundir import located
 
 Chunk = memoryview
@@ -80,17 +83,44 @@ class SnapshotMemory:
             os.close(self.handles.pop())
 
 
+@dataclass(frozen=True, slots=True)
+class FileContent:
+    """A file to write.
+
+    Attributes:
+        name: its name.
+        chunks: returns its bytes in order.
+        shared: whether it may become a second name of a file of the checkpoint before.
+    """
+
+    name: str
+    chunks: Callable[[], Iterable[Chunk]]
+    shared: bool = False
+
+
 def write_files(
     handles: Sequence[int], folder: Path, names: Sequence[str]
 ) -> tuple[CheckpointFile, ...]:
-    """Write the files of a snapshot in memory into a folder; see :func:`write_chunks`."""
-    return write_chunks([_chunks(handle) for handle in handles], folder, names)
+    """Write the files of a snapshot in memory into a folder; see :func:`write_contents`.
+
+    Frozen weights get a file of their own.
+    """
+    model, *others = handles
+    whole = partial(_chunks, model)
+    files = [FileContent(names[0], whole)]
+    if parts := split(model):
+        own, frozen = (partial(ranges, model, part, _CHUNK) for part in parts)
+        files = [
+            FileContent(names[0], own),
+            FileContent(frozen_name(names[0]), frozen, shared=True),
+        ]
+    for handle, name in zip(others, names[1:], strict=True):
+        files.append(FileContent(name, partial(_chunks, handle)))
+    return write_contents(files, folder)
 
 
-def write_chunks(
-    files: Sequence[Iterable[Chunk]], folder: Path, names: Sequence[str]
-) -> tuple[CheckpointFile, ...]:
-    """Write files, each given as its bytes in order; they are on disk when this returns.
+def write_contents(files: Sequence[FileContent], folder: Path) -> tuple[CheckpointFile, ...]:
+    """Write files; they are on disk when this returns.
 
     Raises:
         RecordError: a file cannot be written.
@@ -100,9 +130,10 @@ def write_chunks(
         for made in (folder.parent, folder):  # not the run directory: it may have been moved
             made.mkdir(exist_ok=True)
         found = []
-        for chunks, name in zip(files, names, strict=True):
-            path = folder / name
-            found.append(_write_file(chunks, path))
+        for file in files:
+            path = folder / file.name
+            linked = link_same(file.chunks(), path) if file.shared else None
+            found.append(linked or _write_file(file.chunks(), path))
         return tuple(found)
     except OSError as error:
         raise RecordError(located(path), error) from None

@@ -19,8 +19,9 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.facts.layer_names import LayerNames
+from pipeworker.record.frozen_weights import COMPLEX, NAMES
 from pipeworker.record.json_state import Tensors, pack
-from pipeworker.record.tensor_file import COMPLEX, NAMES, TensorInfo, supports
+from pipeworker.record.tensor_file import TensorInfo, supports
 
 _MOST_SHOWN = 10
 _EXTRA = "_extra_state"
@@ -101,6 +102,15 @@ class StageState:
             for key, value in state.items()
         }
 
+    def frozen(self) -> set[str]:
+        """Return the names of the parameters that want no gradient."""
+        return {
+            self.names.parameter(index, key)
+            for index, layer, _ in self.indexed()
+            for key, parameter in layer.named_parameters(remove_duplicate=False)
+            if not parameter.requires_grad
+        }
+
     def changed_by_update(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that nothing but an update changes."""
         for layer in self.layers:
@@ -167,17 +177,28 @@ class StageState:
         return packed
 
 
+@dataclass(frozen=True, slots=True)
+class TensorContent:
+    """The tensors of a file, its metadata, and the names of those tensors that are frozen."""
+
+    tensors: Tensors
+    metadata: Mapping[str, str]
+    frozen: Collection[str] = ()
+
+
 @dataclass(slots=True)
 class WorkerContent:
     """The content of a worker's three files: two of tensors, and one of JSON.
 
-    Weights of dtype complex128, which `complex` names, are stored as pairs of real numbers.
+    Weights of dtype complex128, which `complex` names, are stored as pairs of real numbers; no
+    update changes those that `frozen` names.
     """
 
     weights: Tensors = field(default_factory=dict)
     others: Tensors = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
     complex: list[str] = field(default_factory=list)
+    frozen: set[str] = field(default_factory=set)
 
     @classmethod
     def of(
@@ -200,6 +221,7 @@ class WorkerContent:
         extra: dict[str, Any] = {}
         buffers: dict[str, Any] = {}
         for stage in stages:
+            content.frozen |= stage.frozen()
             for name, value in stage.entries().items():
                 tensors: Tensors = {}
                 packed = pack(value, tensors, name)
@@ -212,6 +234,7 @@ class WorkerContent:
             for name, buffer in stage.unlisted_buffers().items():
                 with suppress(UsageError):  # a sparse one, which the layer builds again
                     buffers[name] = pack(buffer, content.others, f"buffers/{name}")
+        content.frozen &= content.weights.keys()
         updates = [
             update for stage in stages for update in stage.pack_updates(elsewhere, content.others)
         ]
@@ -226,10 +249,19 @@ class WorkerContent:
                 raise UsageError(f"{name} is a tensor of {tensor.dtype}, which no checkpoint holds")
         return content
 
-    def headers(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the metadata of the two files with tensors."""
-        weights, others = ({NAMES: json.dumps(list(t))} for t in (self.weights, self.others))
-        return {**weights, COMPLEX: json.dumps(self.complex)}, others
+    def only(self, names: Collection[str]) -> WorkerContent:
+        """Return some of the weights."""
+        chosen = {name: t for name, t in self.weights.items() if name in names}
+        return WorkerContent(chosen, complex=[name for name in self.complex if name in names])
+
+    def tensor_files(self) -> tuple[TensorContent, TensorContent]:
+        """Return the content of the two files with tensors: weights and others."""
+        weights = {NAMES: json.dumps([*self.weights]), COMPLEX: json.dumps(self.complex)}
+        others = {NAMES: json.dumps([*self.others])}
+        return (
+            TensorContent(self.weights, weights, self.frozen),
+            TensorContent(self.others, others),
+        )
 
 
 def check_savable(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,10 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pipeworker.errors import UnreadableFile
+from pipeworker.record.frozen_weights import ALIGNMENT, COMPLEX, FROZEN, NAMES, header_of
 from pipeworker.record.json_state import as_complex
 
-NAMES, COMPLEX = "names", "complex128"
-"""Metadata: the order of names, which the format loses, and the names of complex tensors."""
 TensorInfo = tuple[torch.dtype, tuple[int, ...]]
 """The dtype and shape of a tensor."""
 _DTYPES = {
@@ -37,20 +36,29 @@ def supports(dtype: torch.dtype) -> bool:
 
 
 def file_layout(
-    infos: Mapping[str, TensorInfo], metadata: Mapping[str, str] = MappingProxyType({})
+    infos: Mapping[str, TensorInfo],
+    metadata: Mapping[str, str] = MappingProxyType({}),
+    frozen: Collection[str] = (),
 ) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """Return a file's header with `metadata`, and the range of bytes behind it of each tensor."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    """Return a file's header with `metadata`, and the range of bytes behind it of each tensor.
+
+    The `frozen` tensors come first, if that leaves the others aligned.
+    """
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in infos.items()}
+    size = sum(sizes[name] for name in frozen)
+    if size % ALIGNMENT:
+        frozen, size = (), 0
+    described = {"format": "pt", **metadata, **({FROZEN: str(size)} if size else {})}
+    header: dict[str, object] = {"__metadata__": described}
     ranges: dict[str, tuple[int, int]] = {}
     end = 0
     # Wide ones first, so that each is aligned behind the one before it.
-    for name, (dtype, shape) in sorted(infos.items(), key=lambda item: -item[1][0].itemsize):
-        first, end = end, end + math.prod(shape) * dtype.itemsize
+    order = sorted(infos.items(), key=lambda item: (item[0] not in frozen, -item[1][0].itemsize))
+    for name, (dtype, shape) in order:
+        first, end = end, end + sizes[name]
         ranges[name] = first, end
         header[name] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": (first, end)}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, ranges
+    return header_of(header), ranges
 
 
 class TensorFile(Mapping[str, torch.Tensor]):

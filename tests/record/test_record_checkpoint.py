@@ -20,7 +20,7 @@ from pipeworker.errors import UsageError
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.record.checkpoint import Checkpoint
 from pipeworker.record.json_state import InvalidState, pack, unpack
-from pipeworker.record.manifest import Manifest
+from pipeworker.record.manifest import MANIFEST, Manifest
 from pipeworker.record.stage_state import StageState, check_savable
 from support.checkpoints import optimizer_state, part, save_worker_files
 
@@ -147,6 +147,25 @@ def test_optimizer_state_of_no_parameter_is_refused() -> None:
     optimizer.state["calls"] = 3  # type: ignore[index]
     with pytest.raises(UsageError, match="the optimizer's state has the key 'calls', which is no"):
         check_savable([part([layer], 0, optimizer)])
+
+
+OLD = """{"version": 2, "step": 3, "stages": 1, "layers": ["0", "1"], "files": {
+"model-00001-of-00001.safetensors": {"bytes": 10, "crc32": 7},
+"optimizer-00001-of-00001.safetensors": {"bytes": 11, "crc32": 8},
+"state-00001-of-00001.json": {"bytes": 12, "crc32": 9}},
+"ties": [["0.weight", "1.weight"]], "crc32": 2767733076}"""
+"""A manifest of version 2, which has no file of frozen weights."""
+
+
+def test_a_manifest_of_the_version_before_is_read(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text(OLD)
+    found = Manifest.read(tmp_path / MANIFEST)
+    assert (found.step, found.stages, found.ties) == (3, 1, (("0.weight", "1.weight"),))
+    assert [(file.name, file.bytes) for file in found.files] == [
+        ("model-00001-of-00001.safetensors", 10),
+        ("optimizer-00001-of-00001.safetensors", 11),
+        ("state-00001-of-00001.json", 12),
+    ]
 
 
 @pytest.mark.parametrize("name", ["model", "optimizer", "state"])

@@ -21,6 +21,7 @@ from pipeworker.facts.layer_names import LayerNames
 from pipeworker.record.checkpoint import Checkpoint
 from pipeworker.record.manifest import WorkerFiles, file_names
 from pipeworker.record.restore import restore
+from pipeworker.record.snapshot_buffer import SnapshotBuffer
 from pipeworker.record.snapshot_memory import SnapshotMemory
 from pipeworker.record.stage_state import OptimizerState, StageState
 from pipeworker.worker.internals import loads_itself
@@ -96,16 +97,13 @@ def one_stage(seed: int = 0) -> Stages:
     return Stages(model(seed), (), OPTIMIZERS["AdamW"])
 
 
-def test_a_worker_with_several_stages_restores_from_unnamed_files(tmp_path: Path) -> None:
+def test_a_worker_with_several_stages_restores_from_unnamed_files() -> None:
     first = Stages(model(0), (2, 5), OPTIMIZERS["decay"])
     first.train(STEPS)
-    shards = first.save(tmp_path).worker_files()
-    memories = [SnapshotMemory() for _ in shards]
+    memories = [SnapshotMemory() for _ in first.parts()]
     try:
-        for shard, memory in zip(shards, memories, strict=True):
-            for number, path in enumerate((shard.model, shard.optimizer, shard.state)):
-                memory.write(number, path.read_bytes())
-                path.unlink()
+        for part, memory in zip(first.parts(), memories, strict=True):
+            assert SnapshotBuffer(memory).fill(STEPS, [part], first.elsewhere)
         second = Stages(model(1), (4,), OPTIMIZERS["decay"])
         restore([WorkerFiles(*memory.paths) for memory in memories], second.parts(), TIE)
     finally:

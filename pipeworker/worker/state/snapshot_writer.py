@@ -21,7 +21,7 @@ from pipeworker.host import cgroups, streams
 from pipeworker.host.lifetime import command
 from pipeworker.record.manifest import file_names
 from pipeworker.record.snapshot_buffer import CopyPairs, SnapshotBuffer, file_contents
-from pipeworker.record.snapshot_memory import SnapshotMemory, write_chunks, write_files
+from pipeworker.record.snapshot_memory import SnapshotMemory, write_contents, write_files
 from pipeworker.record.stage_state import StageState
 from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
 from pipeworker.worker.device.device import peak_resident
@@ -187,9 +187,9 @@ class SnapshotWriter:
             "available to copy it"
         )
         self._writes.finish()
-        contents = file_contents(step, self._ranks, parts, elsewhere, position)
+        contents = file_contents(step, self._names, self._ranks, parts, elsewhere, position)
         try:
-            files = write_chunks(contents, self._folder(step), self._names)
+            files = write_contents(contents, self._folder(step))
         except RecordError as error:
             return Saved(self._rank, step, error=str(error))
         return Saved(self._rank, step, files)

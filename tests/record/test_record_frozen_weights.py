@@ -1,0 +1,132 @@
+"""Frozen weights are a file of their own, which checkpoints share while they stay the same."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from pipeworker.facts.layer_names import LayerNames
+from pipeworker.record.checkpoint import Checkpoint
+from pipeworker.record.manifest import Manifest, describe_file, file_names
+from pipeworker.record.rundir import RunDir
+from pipeworker.record.snapshot_buffer import file_contents
+from pipeworker.record.snapshot_memory import write_contents
+from pipeworker.record.stage_state import StageState
+from support.checkpoints import part, save_worker_files
+
+MODEL, _, _ = NAMES = file_names(0, 1)
+FROZEN = MODEL.replace(".safetensors", "-frozen.safetensors")
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(4)
+    frozen = nn.Linear(64, 64, dtype=torch.complex128).requires_grad_(False)
+    adapted = nn.Linear(64, 64)
+    adapted.weight.requires_grad_(False)
+    return [frozen, adapted, nn.Linear(64, 3)]
+
+
+def weight_of(layer: nn.Module) -> torch.Tensor:
+    return layer.get_parameter("weight").data
+
+
+def from_memory(folder: Path, step: int, stage: StageState) -> list[str]:
+    return [file.name for file in save_worker_files(folder, 0, 1, [stage])]
+
+
+def directly(folder: Path, step: int, stage: StageState) -> list[str]:
+    return [f.name for f in write_contents(file_contents(0, NAMES, 1, [stage]), folder)]
+
+
+Save = Callable[[Path, int, StageState], list[str]]
+
+
+def complete(run: RunDir, step: int, net: list[nn.Module], save: Save = from_memory) -> Path:
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    partial = run.partial_checkpoint(step)
+    stage = part(net, 0)
+    save(partial, step, stage)
+    described = tuple(map(describe_file, sorted(partial.iterdir())))
+    run.commit_checkpoint(Manifest(step, 1, LayerNames.numbered(len(net)), described))
+    return run.checkpoint(step)
+
+
+@pytest.mark.parametrize("save", [from_memory, directly])
+def test_unchanged_frozen_weights_are_written_once(tmp_path: Path, save: Save) -> None:
+    run, net = RunDir(tmp_path / "run"), layers()
+    first = complete(run, 1, net, save)
+    with torch.no_grad():
+        weight_of(net[2]).add_(1)
+    second = complete(run, 2, net, save)
+    assert (first / FROZEN).samefile(second / FROZEN)
+    assert not (first / MODEL).samefile(second / MODEL)
+    for path, difference in ((first, 1), (second, 0)):
+        Checkpoint(path).verify()
+        weights = Checkpoint(path).weights()
+        for index, layer in enumerate(net):
+            for key, value in layer.state_dict().items():
+                changed = difference if (index, key) == (2, "weight") else 0
+                assert torch.equal(weights[f"{index}.{key}"] + changed, value), key
+    index = json.loads((second / "model.safetensors.index.json").read_text())["weight_map"]
+    assert {index["0.weight"], index["1.weight"]} == {FROZEN}
+    assert {index["1.bias"], index["2.weight"]} == {MODEL}
+
+
+def test_changed_frozen_weights_are_written_again(tmp_path: Path) -> None:
+    """A teacher that follows its student wants no gradient, and changes all the same."""
+    run, net = RunDir(tmp_path / "run"), layers()
+    first = complete(run, 1, net)
+    weight_of(net[1]).mul_(0.5)
+    second = complete(run, 2, net)
+    assert not (first / FROZEN).samefile(second / FROZEN)
+    assert torch.equal(Checkpoint(second).weights()["1.weight"], weight_of(net[1]))
+    third = complete(run, 3, net)
+    assert (second / FROZEN).samefile(third / FROZEN)
+
+
+def test_both_ways_write_the_same_bytes(tmp_path: Path) -> None:
+    net = layers()
+    one = complete(RunDir(tmp_path / "one"), 1, net, from_memory)
+    other = complete(RunDir(tmp_path / "other"), 1, net, directly)
+    for name in (MODEL, FROZEN):
+        assert (one / name).read_bytes() == (other / name).read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["all", "none"])
+def test_weights_of_one_kind_are_one_file(tmp_path: Path, kind: str) -> None:
+    net: list[nn.Module] = [nn.Linear(3, 3).requires_grad_(kind == "none")]
+    for number, save in enumerate((from_memory, directly)):
+        path = complete(RunDir(tmp_path / str(number)), 1, net, save)
+        assert {file.name for file in path.glob("*.safetensors")} == {*NAMES[:2]}
+
+
+def test_a_link_in_place_of_the_earlier_file_is_not_followed(tmp_path: Path) -> None:
+    run, net = RunDir(tmp_path / "run"), layers()
+    first = complete(run, 1, net)
+    secret = tmp_path / "secret"
+    (first / FROZEN).rename(secret)
+    (first / FROZEN).symlink_to(secret)
+    second = complete(run, 2, net)
+    assert (second / FROZEN).is_file()
+    assert not (second / FROZEN).is_symlink()
+    assert not (second / FROZEN).samefile(secret)
+
+
+def test_a_file_system_without_second_names_gets_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    run, net = RunDir(tmp_path / "run"), layers()
+    first = complete(run, 1, net)
+    monkeypatch.setattr(os, "link", refused)
+    second = complete(run, 2, net)
+    assert not (first / FROZEN).samefile(second / FROZEN)
+    Checkpoint(second).verify()
