@@ -172,7 +172,7 @@ TUNED = """
     def data():
         ids = torch.arange(3, 51).view(4, 12)
         for _ in range(2):
-            yield dict(input_ids=ids), ids
+            yield dict(input_ids=ids, attention_mask=torch.ones_like(ids)), ids
 """
 
 
@@ -265,7 +265,7 @@ def test_adapters_of_a_folder_are_trained_and_exported(jobs: Jobs, tmp_path: Pat
     """
     folder = str(tmp_path / "base")
     run = jobs.train(
-        *("--stages", "2", "--microbatches", "2", "--init-from", folder, "--save-every", "1"),
+        *("--stages", "2", "--microbatches", "2", "--init-from", folder, "--checkpoint-every", "1"),
         source=TUNED.format(folder=folder, adapt=adapt.strip(), rate=1.0),
     )
     frozen = "model-00001-of-00002-frozen.safetensors"
