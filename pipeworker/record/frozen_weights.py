@@ -72,13 +72,16 @@ def split(handle: int) -> tuple[Part, Part] | None:
 
 
 def link_same(chunks: Iterable[memoryview], path: Path) -> CheckpointFile | None:
-    """Give a file of the newest complete checkpoint a second name, if it has this content.
+    """Give a file of the newest other checkpoint a second name, if it has this content.
+
+    That checkpoint need not be complete: the parts of other workers may still be missing.
 
     Args:
         chunks: the content, in order.
         path: the second name, in the folder of a checkpoint that is not complete.
     """
-    earlier = max(path.parent.parent.glob("step-*"), default=None)
+    others = (one for one in path.parent.parent.glob("*step-*") if one != path.parent)
+    earlier = max(others, key=_step, default=None)
     if earlier is None:
         return None
     checksum = written = 0
@@ -96,6 +99,11 @@ def link_same(chunks: Iterable[memoryview], path: Path) -> CheckpointFile | None
             return CheckpointFile(path.name, written, checksum)
         path.unlink()  # somebody has just replaced it
     return None
+
+
+def _step(folder: Path) -> str:
+    """Return the digits in the name of a checkpoint's folder."""
+    return "".join(filter(str.isdecimal, folder.name))
 
 
 def _reads(handle: int, chunk: memoryview) -> bool:

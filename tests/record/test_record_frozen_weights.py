@@ -90,6 +90,15 @@ def test_changed_frozen_weights_are_written_again(tmp_path: Path) -> None:
     assert (second / FROZEN).samefile(third / FROZEN)
 
 
+def test_weights_are_shared_with_a_checkpoint_that_is_not_complete(tmp_path: Path) -> None:
+    run, net = RunDir(tmp_path / "run"), layers()
+    complete(run, 9, net)
+    begun = run.partial_checkpoint(10)
+    from_memory(begun, 10, part(net, 0))
+    (run.checkpoint(9) / FROZEN).unlink()
+    assert (complete(run, 11, net) / FROZEN).samefile(begun / FROZEN)
+
+
 def test_both_ways_write_the_same_bytes(tmp_path: Path) -> None:
     net = layers()
     one = complete(RunDir(tmp_path / "one"), 1, net, from_memory)
