@@ -20,6 +20,7 @@ from torch import nn
 from pipeworker.errors import PipeworkerError
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.host import cgroups, lifetime
+from pipeworker.record.frozen_weights import header_of
 from pipeworker.record.snapshot_buffer import SnapshotBuffer, snapshot_files
 from pipeworker.record.snapshot_memory import SnapshotMemory
 from pipeworker.record.stage_state import OptimizerState, StageState
@@ -101,7 +102,7 @@ snapshot_memory.main()
 )
 def test_a_writer_process_ends_silently_with_its_worker(tmp_path: Path, command: list[str]) -> None:
     memory = SnapshotMemory()
-    memory.write(0, b"weights")
+    memory.write(0, header_of({}))
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
