@@ -93,6 +93,16 @@ def test_files_have_the_networks_own_names(jobs: Jobs, tmp_path: Path) -> None:
     assert all(torch.equal(resumed[name], value) for name, value in one.weights.items())
 
 
+def test_a_run_is_resumed_with_its_names(jobs: Jobs) -> None:
+    run = jobs.train("--stages", "1", "--steps", "2", source=LAYERS + NAMES)
+    job = jobs.write(LAYERS + NAMES.replace("model.places", "places"))
+    done = jobs.pipeworker(
+        "launch", "--resume", "--run-dir", str(run.path), "--steps", "3", str(job)
+    )
+    assert done.returncode == 2
+    assert "model() has other names of weights in the layer '0' than the checkpoint" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [

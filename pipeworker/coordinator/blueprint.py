@@ -162,8 +162,11 @@ class Blueprint:
             difference = f"{len(names)} layers, and the checkpoint has {len(layers)}"
         else:
             units = zip(LayerNames(tuple(layers)).units, self.names.units, strict=True)
-            old, new = next((a, b) for a, b in units if a != b)
+            changed = zip(layers, names, units, strict=True)
+            old, new = next(pair for was, now, pair in changed if was != now)
             difference = f"a layer {new!r}, which is {old!r} in the checkpoint"
+            if old == new:
+                difference = f"other names of weights in the layer {new!r} than the checkpoint"
         raise UsageError(
             f"cannot resume from step {step}: model() has {difference}; resume with the model that "
             "was saved"
