@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -273,6 +274,55 @@ def assert_same_tensors(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     for name, tensor in wanted.items():
         own = by_name[name.removeprefix("0.module.")]
         assert torch.equal(own, tensor) if tensor is not None else own is None, name
+
+
+class Remembering(nn.Module):
+    """A layer that keeps what it computes in a container that all layers get."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.linear, self.place = nn.Linear(WIDTH, WIDTH), place
+
+    def forward(self, x: torch.Tensor, kept: Any) -> Any:
+        out = torch.tanh(self.linear(x))
+        if isinstance(kept, list):
+            out = out + (kept[-1][0] if kept else 0)
+            kept.append([out])
+        else:
+            out = out + kept.get(self.place - 1, 0)
+            kept[self.place] = out
+        return out
+
+
+class Remembered(nn.Module):
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self.layers, self.make = nn.ModuleList(Remembering(i) for i in range(5)), make
+
+    def forward(self, x: torch.Tensor) -> Any:
+        kept = self.make()
+        for layer in self.layers:
+            x = layer(x, kept)
+        last = kept[-1][0] if isinstance(kept, list) else kept[len(self.layers) - 2]
+        return x + last
+
+
+class Registry(UserDict[int, Any]):
+    """A dict of which torch's pytree does not know what it holds."""
+
+
+@pytest.mark.parametrize("make", [dict, list, Registry])
+def test_a_container_that_layers_fill_holds_what_later_layers_read(make: Any) -> None:
+    torch.manual_seed(3)
+    module, batches = Remembered(make), list(vectors())
+    expected = plain([Whole(copy.deepcopy(module))], mse, batches, 2, sgd)
+    for stages, mode in ((1, "always"), (2, "never"), (3, "always"), (5, "never")):
+        plan, layers = cut(copy.deepcopy(module), batches[0])
+        way = filled(Placement.identity(stages), mode)
+        pipeline = Pipeline(
+            layers, mse, batches, way, microbatches=2, skips=plan.skips(), optimizer=sgd
+        )
+        assert pipeline.train(3).losses == expected.losses
 
 
 class Touching(nn.Module):

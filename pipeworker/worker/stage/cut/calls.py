@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,16 @@ def leaves_of(value: Any) -> list[Any]:
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Return the tensors of a nested value, in order, each as often as it occurs."""
     return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
+
+
+def key_of(leaf: Any, lasting: Sequence[Container[int]]) -> Any:
+    """Return what stands for an argument in a key: the id of a tensor that lasts, or its shape."""
+    if isinstance(leaf, torch.Tensor):
+        lasts = any(id(leaf) in ids for ids in lasting)
+        return id(leaf) if lasts else (leaf.shape, leaf.dtype)
+    if isinstance(leaf, slice):  # it has no hash before Python 3.12
+        return slice, leaf.start, leaf.stop, leaf.step
+    return type(leaf), leaf
 
 
 def descriptions(leaves: Sequence[Any], name: str) -> tuple[Any, ...]:

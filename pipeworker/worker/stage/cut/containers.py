@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from operator import is_
 from typing import Any
+
+import torch
 
 from pipeworker.errors import UsageError
 from pipeworker.worker.internals import pytree
@@ -60,6 +62,37 @@ def effects_since(held: Held) -> Effects:
                 if key not in before or not _same(before[key], one[key])
             ]
     return found
+
+
+def exchanged(value: Any, replaced: Mapping[int, torch.Tensor]) -> Any:
+    """Return a nested value with other tensors in the place of some, by their ids.
+
+    The containers in it that hold such a tensor, and that pytree knows, are copies.
+    """
+    if not replaced:
+        return value
+    return pytree.tree_map_only(torch.Tensor, lambda t: replaced.get(id(t), t), value)
+
+
+def exchange_within(held: Held, replaced: Mapping[int, torch.Tensor]) -> Callable[[], None]:
+    """Replace tensors in containers that pytree does not know, which are no copies.
+
+    Returns a function that puts those back that are still there.
+    """
+    changed: list[tuple[Any, Any, Any, Any]] = []
+    for one, before in held if replaced else ():
+        for key in range(len(one)) if isinstance(one, list) else before:
+            made = exchanged(before[key], replaced)
+            if not _same(made, before[key]):
+                one[key] = made
+                changed.append((one, key, made, before[key]))
+
+    def put_back() -> None:
+        for one, key, made, before in changed:
+            if one[key] is made:
+                one[key] = before
+
+    return put_back
 
 
 def restore(held: Held) -> None:

@@ -25,18 +25,25 @@ import msgpack
 import torch
 
 from pipeworker.errors import UsageError
-from pipeworker.worker.internals import is_fake, pytree, suspended, without_fake_modes
+from pipeworker.worker.internals import is_fake, suspended, without_fake_modes
 from pipeworker.worker.stage.cut.calls import (
     Counting,
     arguments,
     descriptions,
     is_in_place,
+    key_of,
     leaves_of,
     line_of_the_user,
     name_of,
     tensors_of,
 )
-from pipeworker.worker.stage.cut.containers import effects_since, held_by, repeat
+from pipeworker.worker.stage.cut.containers import (
+    effects_since,
+    exchange_within,
+    exchanged,
+    held_by,
+    repeat,
+)
 from pipeworker.worker.stage.cut.inner_hooks import listening, tell
 from pipeworker.worker.stage.cut.plan import INPUT, CutPlan, Number, skip_name
 from pipeworker.worker.stage.cut.units import stand_in
@@ -210,7 +217,8 @@ class Forward:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]
     ) -> Any:
         """Return what a call makes of stand-ins: the same as of the same stand-ins before."""
-        key = self._count, func, *map(self._key_of, leaves)
+        lasting = (self._absent, self._parameters)
+        key = self._count, func, *(key_of(leaf, lasting) for leaf in leaves)
         try:
             found = self._known.get(key)
         except TypeError:  # an argument has no hash
@@ -220,14 +228,6 @@ class Forward:
             if tensors_of(found):
                 self._remember(key, found)
         return found
-
-    def _key_of(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            lasts = id(leaf) in self._absent or id(leaf) in self._parameters
-            return id(leaf) if lasts else (leaf.shape, leaf.dtype)
-        if isinstance(leaf, slice):  # it has no hash before Python 3.12
-            return slice, leaf.start, leaf.stop, leaf.step
-        return type(leaf), leaf
 
     def _remember(self, key: Any, value: Any) -> None:
         if len(self._known) > _MOST_KNOWN * self._plan.counts[-1]:
@@ -247,6 +247,10 @@ class Forward:
 
     def _now(self, value: Any, tensors: Sequence[torch.Tensor]) -> Any:
         """Return a value with what is here in the place of stand-ins and hollow parameters."""
+        return exchanged(value, self._replacements(tensors))
+
+    def _replacements(self, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return what is here of stand-ins and hollow parameters, by their ids."""
         replaced: dict[int, torch.Tensor] = {}
         for tensor in tensors:
             key = id(tensor)
@@ -257,9 +261,7 @@ class Forward:
             elif key in self._parameters:
                 layer = min(self._layer, len(self._plan) - 1)
                 replaced[key] = self._outside(layer, self._parameters[key])
-        if not replaced:
-            return value
-        return pytree.tree_map_only(torch.Tensor, lambda t: replaced.get(id(t), t), value)
+        return replaced
 
     def _number(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give numbers to what a call that depends on parameters has made."""
@@ -335,8 +337,10 @@ class Forward:
             tell(unit, list(zip(self._plan.hooked[layer], heard, strict=True)))
 
     def _called(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = tensors_of((args, kwargs))
-        args, kwargs = self._now((args, kwargs), tensors)
+        own = held_by(args, kwargs)
+        replaced = self._replacements(tensors_of((args, kwargs, [before for _, before in own])))
+        args, kwargs = exchanged((args, kwargs), replaced)
+        put_back = exchange_within(held_by(args, kwargs), replaced)
         held = held_by(args, kwargs)
         call, hooked = self._calls[layer - self.first], self._plan.hooked[layer]
         if hooked:
@@ -344,7 +348,10 @@ class Forward:
                 out = call(*args, **kwargs)
         else:
             out, heard = call(*args, **kwargs), []
-        whole = out, effects_since(held), [value for _, value in heard]
+        effects = effects_since(held)
+        put_back()
+        repeat(own, [e for e in effects if own[e[0]][0] is not held[e[0]][0]])
+        whole = out, effects, [value for _, value in heard]
         leaves, structure = flatten(whole, self._types)
         if structure != self._plan.structures[layer]:
             raise self._elsewhere(f"{self._plan.units[layer]} returns another structure")
