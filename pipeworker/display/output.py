@@ -90,11 +90,11 @@ class LogReader:
         `delayed` leaves out what was appended since the last delayed read.
         """
         size = self._size()
-        if delayed:
-            size, self._last_size = min(size, self._last_size), size
         if size < self._at:  # another process truncated the log
             self._at = 0
-        if size == self._at:
+        if delayed:
+            size, self._last_size = min(size, self._last_size), size
+        if size <= self._at:
             return
         if size - self._at > _MAX_BACKLOG_BYTES:
             yield from self._skip(size - _READ_BYTES)

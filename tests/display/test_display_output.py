@@ -143,6 +143,13 @@ def test_a_replaced_worker_begins_a_new_line(log: LogReader) -> None:
     assert [*log.read()] == whole("anew")
 
 
+def test_what_was_flushed_before_a_delayed_read_is_not_shown_again(log: LogReader) -> None:
+    write(log, "help")
+    assert [*log.flush()] == whole("help")
+    write(log, "hello again\n")
+    assert [*log.read(delayed=True), *log.read(delayed=True)] == whole("hello again")
+
+
 def test_output_that_comes_too_quickly_is_left_to_the_log(log: LogReader) -> None:
     write(log, "".join(f"line {number}\n" for number in range(20_000)))  # 230 KB
     skipped, *some = [printed.text for printed in log.read()]
