@@ -288,6 +288,11 @@ def set_by_a_hook(m: Any, x: torch.Tensor) -> Any:
     return m.head(m.apart[0](x) * m.heard)
 
 
+def read_before_it_runs(m: Any, x: torch.Tensor) -> Any:
+    out = m.apart[0](x)
+    return m.apart[1](out * m.apart[1].calls)
+
+
 def counted(m: Any, x: torch.Tensor) -> Any:
     m.steps += 1
     return m.head(m.apart[0](x) * m.steps)
@@ -322,6 +327,7 @@ def told_by_another(m: Any, x: torch.Tensor) -> Any:
             "depends on what a unit leaves .* another stage, mul gets other arguments",
         ),
         (set_by_a_hook, "depends on what a unit leaves .* another stage, mul gets other arguments"),
+        (read_before_it_runs, "an earlier forward leaves .* in a second run mul gets other"),
         (counted, "what an earlier forward leaves .* in a second run mul gets other arguments"),
         (set_on_a_unit, "sets 'factor' of apart.1"),
         (switched, "sets 'shared' of apart.1"),

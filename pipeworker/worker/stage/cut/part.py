@@ -159,18 +159,19 @@ def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
             f"model(): a hook or another function holds the module, and sets {changed!r} of it; a "
             "pipeline runs copies of the module: have the function use the module that it is given"
         )
-    calls: list[Callable[..., Any]] = []
-    _intercept(fresh, lambda name, *args, **kwargs: calls[-1](name, args, kwargs))
-    for cause in (
-        ("a unit", "where the unit ran on another stage,"),
-        ("an earlier forward", "in a second run"),
+    for one, left_by, when in (
+        (fresh, "a unit", "where the unit ran on another stage,"),
+        (copied, "an earlier forward", "in a second run"),
     ):
-        rehearsal = Rehearsal(
-            *(plan, types, _names_of(fresh), planning.trace.calls, planning.described), cause
-        )
-        calls.append(rehearsal.call)
-        rehearsal.rehearse(fresh, _copy(batch))
+        cause, calls = (left_by, when), planning.trace.calls
+        rehearsal = Rehearsal(plan, types, _names_of(one), calls, planning.described, cause)
+        _intercept(one, partial(_rehearsed, rehearsal))
+        rehearsal.rehearse(one, _copy(batch))
     return plan
+
+
+def _rehearsed(rehearsal: Rehearsal, name: str, *args: Any, **kwargs: Any) -> Any:
+    return rehearsal.call(name, args, kwargs)
 
 
 def _copy(batch: Any) -> Any:
