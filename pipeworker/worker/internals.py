@@ -169,6 +169,11 @@ def suspended(mode: TorchFunctionMode) -> Iterator[None]:
             _push_mode(one)
 
 
+def is_random(func: Any) -> bool:
+    """Return whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
 def changed_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors that a call of an operator changes in place."""
     for place, argument in enumerate(func._schema.arguments):

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import torch
 
 _PATH = Struct("<6q")
-_LAYER, _BUILD, _DATA, _EVALUATION, _EVALUATION_DATA, _UPDATE = range(6)
+_LAYER, _BUILD, _DATA, _EVALUATION, _EVALUATION_DATA, _UPDATE, _APART = range(7)
+_POSITIVE = (1 << 63) - 1
 
 
 def _derive(kind: int, seed: int, *path: int) -> int:
@@ -102,6 +103,24 @@ def preserve_generators() -> Iterator[None]:
         yield
     finally:
         process.continue_from(before)
+
+
+@contextmanager
+def apart(number: int, accelerator: Generator | None) -> Iterator[None]:
+    """Draw torch's numbers from a stream of their own; the one that is active does not advance.
+
+    The stream is seeded by the seed of the active one and a number.
+    """
+    generators = [torch.default_generator, *([accelerator] if accelerator is not None else [])]
+    seed = _derive(_APART, torch.default_generator.initial_seed() & _POSITIVE, number)
+    before = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
+        yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
 
 
 def _generator_in_use() -> Generator | None:

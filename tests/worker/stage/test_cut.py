@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -323,6 +324,91 @@ def test_a_container_that_layers_fill_holds_what_later_layers_read(make: Any) ->
             layers, mse, batches, way, microbatches=2, skips=plan.skips(), optimizer=sgd
         )
         assert pipeline.train(3).losses == expected.losses
+
+
+class Biased(nn.Module):
+    """A saved buffer is used outside of its layers, as BART's bias of its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.bias: torch.Tensor
+        self.register_buffer("bias", torch.linspace(0, 1, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x + self.bias
+
+
+class Exchanging(nn.Module):
+    """Each layer replaces an entry of a list that it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Exchange(i % 2) for i in range(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        both = [x, x * 2]
+        for layer in self.layers:
+            layer(both)
+        return both[0] + both[1]
+
+
+class Exchange(nn.Module):
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.linear, self.place = nn.Linear(WIDTH, WIDTH), place
+
+    def forward(self, both: list[torch.Tensor]) -> None:
+        both[self.place] = torch.tanh(self.linear(both[self.place]) + both[1 - self.place])
+
+
+@pytest.mark.parametrize("make", [Biased, Exchanging])
+def test_a_module_with_a_habit_equals_its_own_forward(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(3)
+    module, batches = make(), list(vectors())
+    expected = plain([Whole(copy.deepcopy(module))], mse, batches, 2, sgd)
+    for stages, mode in ((1, "always"), (2, "never"), (3, "always")):
+        plan, layers = cut(copy.deepcopy(module), batches[0])
+        way = filled(Placement.identity(stages), mode)
+        pipeline = Pipeline(
+            layers, mse, batches, way, microbatches=2, skips=plan.skips(), optimizer=sgd
+        )
+        trained = pipeline.train(3)
+        assert trained.losses == expected.losses
+        assert_same_tensors(trained.weights, expected.weights)
+
+
+class Drawing(nn.Module):
+    """Numbers of the input are drawn behind numbers of activations, as BART drops its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in self.layers:
+            x = F.dropout(torch.tanh(layer(x)), 0.3, self.training)
+            x = x * (1 + torch.rand(())) + random.random() * torch.rand(WIDTH)
+        return F.alpha_dropout(x, 0.2, self.training)
+
+
+def test_random_numbers_between_layers_do_not_depend_on_the_number_of_stages() -> None:
+    torch.manual_seed(3)
+    module, batches = Drawing(), list(vectors())
+    found = []
+    for stages, mode in ((1, "never"), (1, "always"), (2, "always"), (3, "never")):
+        plan, layers = cut(copy.deepcopy(module), batches[0])
+        assert len(plan.random) == 4
+        way = filled(Placement.identity(stages), mode)
+        pipeline = Pipeline(
+            layers, mse, batches, way, microbatches=2, skips=plan.skips(), optimizer=sgd
+        )
+        found.append(pipeline.train(3))
+    for trained in found[1:]:
+        assert_equal(trained, found[0])
+    assert len({loss for losses in found[0].losses for loss in losses}) == 6
 
 
 class Touching(nn.Module):

@@ -128,7 +128,11 @@ def checkpointed(m: Any, x: torch.Tensor) -> Any:
 
 
 def buffered(m: Any, x: torch.Tensor) -> Any:
-    return m.l[1](m.l[0](x) + m.mean)
+    return m.l[2](m.l[1](m.l[0](x) + m.mean) + m.mean)
+
+
+def decided_by_a_buffer(m: Any, x: torch.Tensor) -> Any:
+    return m.l[1](m.l[0](x)) if m.mean.sum() > 1 else m.l[0](x)
 
 
 def statistics(m: Any, x: torch.Tensor) -> Any:
@@ -161,11 +165,6 @@ def popped(m: Any, x: torch.Tensor) -> Any:
     return m.pop(m.l[1](hidden), [hidden])
 
 
-def drawn_late(m: Any, x: torch.Tensor) -> Any:
-    hidden = F.dropout(m.l[0](x))
-    return m.l[1](hidden + torch.rand(len(x), WIDTH))
-
-
 def hooked_late(m: Any, x: torch.Tensor) -> Any:
     hidden = m.l[0](x)
     other = m.l[1](hidden)
@@ -194,13 +193,13 @@ def replaced(m: Any, x: torch.Tensor) -> Any:
         (kept, "uses a tensor that a unit keeps in an attribute"),
         (function, "calls the autograd.Function Square between its layers"),
         (checkpointed, "makes a checkpoint"),
-        (buffered, "uses the buffer 'mean' outside"),
+        (buffered, "uses the buffer 'mean' in the layers of l.1 and l.2"),
+        (decided_by_a_buffer, "depends on the numbers of a buffer"),
         (statistics, "uses the buffer 'norm.running_mean' outside"),
         (filled_by_a_view, "fills a tensor that is a view or has one"),
         (in_place, "changes a tensor in place"),
         (reshaped, "calls unsqueeze_ on an activation"),
-        (popped, "removes or replaces what is in a list"),
-        (drawn_late, "draws random numbers of the input behind"),
+        (popped, "removes what is in a list"),
         (hooked_late, "registers a hook on a tensor that an earlier layer has used"),
         (branching, "depends on the numbers of an activation, at test_cut_refused.py"),
         (selecting, "depends on the numbers of an activation, at test_cut_refused.py"),

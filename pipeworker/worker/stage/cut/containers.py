@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from operator import is_
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from pipeworker.worker.internals import pytree
 Held = list[tuple[Any, Any]]
 """The containers in the arguments of a call, each with a copy of what it held."""
 Effects = list[tuple[int, Any, Any]]
-"""Additions to them: the container's place, the key (None: appended) and the value."""
+"""Changes of them: the container's place, the key or index (None: appended) and the value."""
 
 
 def _containers(value: Any) -> Iterator[Any]:
@@ -42,18 +41,16 @@ def effects_since(held: Held) -> Effects:
     """Return what was put into the containers since :func:`held_by`."""
     found: Effects = []
     for place, (one, before) in enumerate(held):
-        kept = list(one)[: len(before)] if isinstance(one, list) else list(one.keys())
-        if isinstance(one, list):
-            same = len(kept) == len(before) and all(map(is_, kept, before))
-        else:
-            same = {*before} <= {*kept}
-        if not same:
+        is_list = isinstance(one, list)
+        if len(one) < len(before) if is_list else not {*before} <= {*one.keys()}:
             raise UsageError(
-                "model(): a module with parameters removes or replaces what is in a "
-                f"{type(one).__name__} that it is called with, and may only add to it; have it "
-                "return the values, or cut the model by hand, as a list of layers"
+                "model(): a module with parameters removes what is in a "
+                f"{type(one).__name__} that it is called with; have it return the values, or cut "
+                "the model by hand, as a list of layers"
             )
-        if isinstance(one, list):
+        if is_list:
+            pairs = enumerate(zip(one, before, strict=False))
+            found += [(place, key, now) for key, (now, was) in pairs if not _same(was, now)]
             found += [(place, None, value) for value in one[len(before) :]]
         else:
             found += [

@@ -26,6 +26,7 @@ import torch
 
 from pipeworker.errors import UsageError
 from pipeworker.worker.internals import is_fake, suspended, without_fake_modes
+from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.cut.calls import (
     Counting,
     arguments,
@@ -206,7 +207,11 @@ class Forward:
                 self._number(made)
             return out
         args, kwargs = self._now((args, kwargs), tensors)
-        out = func(*args, **kwargs)
+        if self._count in self._plan.random:  # earlier stages do not draw these numbers
+            with rng.apart(self._count, rng.accelerator_generator(self._device)):
+                out = func(*args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
         if self._count in self._plan.changed:
             self._change(tensors)
         elif made := tensors_of(out):

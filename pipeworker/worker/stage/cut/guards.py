@@ -21,7 +21,6 @@ from pipeworker.worker.internals import (
     storage_uses,
 )
 from pipeworker.worker.stage.cut.calls import line_of_the_user
-from pipeworker.worker.stage.cut.units import saved_buffers
 
 _BY_HAND = "or cut the model by hand, as a list of layers"
 _RESHAPING = frozenset(
@@ -29,12 +28,6 @@ _RESHAPING = frozenset(
     for name in ("unsqueeze", "squeeze", "t", "transpose", "swapaxes", "swapdims", "resize")
 ) | {"as_strided_", "detach_", "requires_grad_", "set_", "resize_as_", "__set__", "__delete__"}
 """Functions that change more of a tensor than its numbers."""
-_RANDOM = frozenset(
-    {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
-    | {"rrelu", "bernoulli", "multinomial", "rand_like", "randn_like", "randint_like", "normal"}
-    | {"uniform_", "normal_", "bernoulli_", "exponential_", "random_", "gumbel_softmax"}
-)
-"""Functions that draw random numbers for a tensor."""
 _ALONE = 2
 """The result of :func:`storage_uses` for a tensor whose storage no other one uses."""
 
@@ -53,20 +46,12 @@ class Guards:
     Args:
         module: the hollow module.
         units: its units.
-        states: returns what changes when a random number is drawn.
     """
 
-    def __init__(
-        self, module: nn.Module, units: Sequence[nn.Module], states: Callable[[], Any]
-    ) -> None:
+    def __init__(self, module: nn.Module, units: Sequence[nn.Module]) -> None:
         inside = {id(buffer) for unit in units for buffer in unit.buffers()}
-        saved = {id(buffer) for _, buffer in saved_buffers(module)}
-        self._buffers = {
-            id(b): name for name, b in module.named_buffers() if id(b) in inside | saved
-        }
+        self._buffers = {id(b): name for name, b in module.named_buffers() if id(b) in inside}
         self._hooks = saved_tensor_hooks()
-        self._states = states
-        self._drawn: Any = None
         own = {id(one) for unit in units for one in unit.modules()}
         for name, one in module.named_modules():
             if id(one) not in own and has_backward_hooks(one):
@@ -74,10 +59,6 @@ class Guards:
                     f"model(): {name or 'the module'} has a hook on its backward, and its layers "
                     f"may be on several stages; put the hook on one of them, {_BY_HAND}"
                 )
-
-    def begin_layer(self) -> None:
-        """Note that a layer begins."""
-        self._drawn = None
 
     def check_tensors(self, layer: int, unit: str, tensors: Sequence[torch.Tensor]) -> None:
         """Reject a tensor that comes from a unit on a way that is not seen.
@@ -98,21 +79,12 @@ class Guards:
         """Check a call whose arguments do not depend on parameters, when it is done."""
         self.check_tensors(layer, unit, tensors)
         self._check_buffers(layer, unit, tensors)
-        if self._drawn is not None and self._states() != self._drawn:
-            raise refused(
-                layer,
-                unit,
-                "draws random numbers of the input behind random numbers of an activation",
-                "draw them first",
-            )
 
     def tainted(self, layer: int, unit: str, name: str, tensors: Sequence[torch.Tensor]) -> None:
         """Check a call whose arguments depend on parameters, before it is done."""
         self._check_buffers(layer, unit, tensors)
         if name in _RESHAPING:
             raise refused(layer, unit, f"calls {name} on an activation", "make a new tensor")
-        if name in _RANDOM:
-            self._drawn = self._states()
         self.check_context(layer, unit)
 
     def check_context(self, layer: int, unit: str) -> None:
@@ -142,8 +114,7 @@ class Guards:
                     layer,
                     unit,
                     f"uses the buffer {name!r} outside of the module that computes with it",
-                    "register it with persistent=False on a module without parameters, or use it "
-                    "within a layer",
+                    "have that module return what is needed of it",
                 )
 
     @contextmanager

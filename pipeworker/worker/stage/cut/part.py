@@ -110,14 +110,15 @@ class Cut:
         self.switched_off = switch_off(module)
         forget_library_hooks(module)
         held = {name for unit in plan.units for name in _within(module, unit)}
-        parameters = dict(module.named_parameters(remove_duplicate=False))
+        parameters: dict[str, torch.Tensor] = dict(saved_buffers(module))
+        parameters |= dict(module.named_parameters(remove_duplicate=False))
         outside: list[dict[str, Any]] = [{} for _ in names]
         for name, layers in plan.parameters.items():
             for layer in layers:
                 if not name.startswith(f"{plan.units[layer]}."):
                     outside[layer][name] = parameters[name]
         known = {id(p) for name, p in parameters.items() if name in held or name in plan.parameters}
-        for name, tensor in (*parameters.items(), *saved_buffers(module)):
+        for name, tensor in parameters.items():
             if name not in held and id(tensor) not in known:
                 outside[0][name] = tensor  # nothing uses it; it is saved with the others
         found: dict[str, nn.Module] = {}
@@ -154,6 +155,13 @@ def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
                 f"model(): its forward changes the buffer {name!r} outside of the modules that its "
                 "layers are made of; move it into one of them, or return a list of layers"
             )
+    for name in dict(saved_buffers(copied)).keys() & plan.parameters.keys():
+        if len(layers := plan.parameters[name]) > 1:
+            raise UsageError(
+                f"model(): its forward uses the buffer {name!r} in the layers of "
+                f"{plan.units[layers[0]]} and {plan.units[layers[1]]}, and a buffer is on one "
+                "stage; register it with persistent=False, or use it within one layer"
+            )
     if changed := itself.changed("", module):
         raise UsageError(
             f"model(): a hook or another function holds the module, and sets {changed!r} of it; a "
@@ -179,7 +187,11 @@ def _copy(batch: Any) -> Any:
 
 
 def _names_of(module: nn.Module) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in module.named_parameters()}
+    """Return the names of what layers own: parameters, and saved buffers outside of units."""
+    units = [module.get_submodule(name) for name in units_of(module)]
+    inside = {id(buffer) for unit in units for buffer in unit.buffers()}
+    buffers = {id(b): name for name, b in saved_buffers(module) if id(b) not in inside}
+    return {**{id(p): name for name, p in module.named_parameters()}, **buffers}
 
 
 def _intercept(module: nn.Module, call: Callable[..., Any]) -> dict[str, HollowUnit]:
@@ -249,11 +261,13 @@ class Part(nn.Module):
         return [parameter for parameter in self.parameters() if id(parameter) not in own]
 
     def parameter(self, name: str) -> torch.Tensor:
-        """Return a parameter of the user's module that this layer owns."""
+        """Return a parameter or buffer of the user's module that this layer owns."""
         own, plan = f"{plan_unit(self)}.", self.cut.plan
         if name.startswith(own):
             name = f"{plan.names[self.index]}.{name.removeprefix(own)}"
-        return self.get_parameter(f"{ROOT}.{name}")
+        folder, _, key = f"{ROOT}.{name}".rpartition(".")
+        found: torch.Tensor = getattr(self.get_submodule(folder), key)
+        return found
 
     def forward(self, value: Any) -> Any:
         """Run this layer alone."""

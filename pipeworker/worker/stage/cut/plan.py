@@ -38,6 +38,7 @@ class CutPlan:
         hooked: for each layer, the modules within its unit whose outputs a hook gets that the
             forward itself has added, in order.
         touched: the places of those tensors of the input that the forward changes.
+        random: counts of the calls that draw random numbers.
         types: names of the classes that numbers in the structures stand for.
     """
 
@@ -51,6 +52,7 @@ class CutPlan:
     parameters: dict[str, list[int]] = field(default_factory=dict)
     hooked: list[list[str]] = field(default_factory=list)
     touched: list[int] = field(default_factory=list)
+    random: list[int] = field(default_factory=list)
     types: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -92,7 +94,7 @@ class CutPlan:
                 *(self.units, self.classes, self.counts, self.structures),
                 *(list(self.users.items()), list(self.same.items()), list(self.changed.items())),
                 *(list(self.parameters.items()), self.hooked),
-                *(self.touched, self.types),
+                *(self.touched, self.random, self.types),
             ]
         )
         return packed
@@ -102,7 +104,7 @@ class CutPlan:
         """Return the plan that :meth:`pack` packed."""
         found = msgpack.unpackb(packed, use_list=False)
         units, classes, counts, structures, users, same, changed, parameters, *rest = found
-        hooked, touched, types = rest
+        hooked, touched, random, types = rest
         return CutPlan(
             list(units),
             list(classes),
@@ -114,6 +116,7 @@ class CutPlan:
             {name: list(layers) for name, layers in parameters},
             [list(names) for names in hooked],
             list(touched),
+            list(random),
             list(types),
         )
 

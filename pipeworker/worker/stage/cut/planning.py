@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +14,8 @@ from pipeworker.worker import blame
 from pipeworker.worker.internals import (
     FAKE_LOGGER,
     is_fake,
+    is_random,
+    observing,
     storage_key,
     suspended,
     version_of,
@@ -98,7 +98,7 @@ class Planning:
             UserCodeError: its forward raised.
         """
         self._units, self._isolation = units, isolation
-        self._guards = Guards(module, [one.unit for one in units.values()], _states)
+        self._guards = Guards(module, [one.unit for one in units.values()])
         leaves, _ = flatten(batch, self._types)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._input = {id(tensor): place for place, tensor in enumerate(tensors)}
@@ -198,7 +198,17 @@ class Planning:
                 return None if name == "__setitem__" else changed
             self._note_change(changed)
         before = [version_of(tensor) for tensor in tensors]
-        out = func(*args, **kwargs)
+        draws: list[Any] = []
+        with observing(lambda called, *_: draws.append(called) if is_random(called) else None):
+            out = func(*args, **kwargs)
+        if draws:
+            self.plan.random.append(self._count)
+        elif not tensors_of(out) and name not in _METADATA and not any(map(is_fake, tainted)):
+            raise refused(
+                *self._here(),
+                "depends on the numbers of a buffer that is saved",
+                "register it with persistent=False, or move the code into a module with parameters",
+            )
         for tensor, version in zip(tensors, before, strict=True):
             if version_of(tensor) != version and tensor is not changed:
                 self._note_change(tensor)
@@ -288,7 +298,6 @@ class Planning:
         if any(id(parameter) not in self._parameters for parameter in unit.parameters()):
             raise refused(*here, "replaces the parameters of a unit", "do it within a unit")
         self._guards.check_context(*here)
-        self._guards.begin_layer()
         given = tensors_of((args, kwargs))
         self._guards.check_tensors(*here, self._unknown(given))
         self.trace.add(name, leaves_of((args, kwargs)), self._numbers, self._parameters)
@@ -336,13 +345,3 @@ class Planning:
                 "pass the value as an argument",
             )
         return made
-
-
-def _states() -> list[Any]:
-    """Return what changes when a random number is drawn."""
-    numpy: Any = sys.modules.get("numpy")
-    return [
-        torch.default_generator.get_state().numpy().tobytes(),
-        random.getstate(),
-        repr(numpy.random.get_state(legacy=False)) if numpy is not None else None,
-    ]
