@@ -54,8 +54,7 @@ from pipeworker.worker.stage.microbatch import Gradients, pass_boundary
 from pipeworker.worker.stage.skips import Table
 from pipeworker.worker.transport.structure import TypeRegistry
 
-SECONDS, NEAR = 60, 1e-6
-LIBRARIES = ("transformers", "timm", "diffusers")
+SECONDS, NEAR, LIBRARIES = 60, 1e-6, ("transformers", "timm", "diffusers")
 
 
 def inputs_of(module: Any) -> dict[str, Any]:
@@ -103,10 +102,8 @@ def with_pictures(module: Any, batch: dict[str, Any]) -> dict[str, Any]:
         count = made.reshape(-1, made.shape[-1]).shape[0] // BATCH
     except Exception:
         return batch
-    given["input_ids"] = torch.cat(
-        [torch.full((BATCH, count), word), batch["input_ids"][:BATCH]], 1
-    )
     ones = torch.ones(BATCH, count, dtype=torch.int64)
+    given["input_ids"] = torch.cat([ones * word, batch["input_ids"][:BATCH]], 1)
     given["attention_mask"] = torch.cat([ones, batch["attention_mask"][:BATCH]], 1)
     if "image_grid_thw" in given:
         given["mm_token_type_ids"] = torch.eq(given["input_ids"], word).to(torch.int64)
@@ -193,15 +190,13 @@ def of_timm(name: str) -> Any:
     """Build a model of timm for pictures that are as small as it allows."""
     timm = importlib.import_module("timm")
     usual = name.startswith(tuple(SIZED.split()))
-    side = 64
     try:
-        made = timm.create_model(name, num_classes=10, **({} if usual else {"img_size": side}))
+        made = timm.create_model(name, num_classes=10, **({} if usual else {"img_size": 64}))
     except (TypeError, AssertionError, ValueError):
         made = timm.create_model(name, num_classes=10)
         usual = usual or hasattr(made, "patch_embed")
-    side = made.default_cfg["input_size"][-1] if usual else side
-    generator = torch.Generator().manual_seed(1)
-    made.__dict__["picture"] = torch.randn(BATCH, 3, side, side, generator=generator)
+    side = made.default_cfg["input_size"][-1] if usual else 64
+    made.__dict__["picture"] = noise(BATCH, 3, side, side)
     return made
 
 
@@ -279,11 +274,11 @@ def seeded(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def outputs_of(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in what a module returns."""
+    """Return the tensors in what a module returns, in the order of their names."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
-        value = list(value.values())
+        value = [value[key] for key in sorted(value)]
     elif not isinstance(value, (list, tuple)):
         value = list(vars(value).values()) if hasattr(value, "__dict__") else []
     return [tensor for item in value for tensor in outputs_of(item)]
@@ -291,10 +286,12 @@ def outputs_of(value: Any) -> list[torch.Tensor]:
 
 def loss_of(outputs: list[torch.Tensor]) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
-    used = [one for one in outputs if one.requires_grad]
-    return torch.stack(
-        [(one.float() * torch.randn(one.shape, generator=generator)).sum() for one in used]
-    ).sum()
+    sums = [
+        (one.float() * torch.randn(one.shape, generator=generator)).sum()
+        for one in outputs
+        if one.requires_grad
+    ]
+    return torch.stack(sums).sum()
 
 
 def same(one: torch.Tensor | None, other: torch.Tensor | None, near: float = 0.0) -> bool:

@@ -22,9 +22,29 @@ _IN_PLACE = frozenset({"__setitem__", *(f"__i{name}__" for name in (*_OPERATORS,
 _NOT_SHOWN = tuple(f"{Path(str(package.__file__)).parent}/" for package in (torch, pipeworker))
 
 
+_METADATA = frozenset(
+    {"size", "dim", "numel", "__len__", "stride", "is_floating_point", "is_complex"}
+    | {"get_device", "element_size", "nelement", "ndimension", "__hash__"}
+)
+"""Functions that read a tensor's shape, dtype or device, and no number of it."""
+_TENSORS = frozenset({"T", "mT", "H", "mH", "data", "grad", "real", "imag"})
+"""Attributes of a tensor that are tensors."""
+
+
 def name_of(func: Any) -> str:
     """Return the name of a function of torch, or ""."""
     return getattr(func, "__name__", "")
+
+
+def reads_metadata(func: Any) -> bool:
+    """Return whether a function of torch reads no number: only a shape, say, or a dtype.
+
+    Whether a mode is told of it depends on whether the tensor is fake.
+    """
+    name = name_of(func)
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "") not in _TENSORS
+    return name in _METADATA
 
 
 def is_in_place(name: str) -> bool:

@@ -31,6 +31,7 @@ from pipeworker.worker.stage.cut.calls import (
     line_of_error,
     line_of_the_user,
     numbers_of,
+    reads_metadata,
     tensors_of,
 )
 from pipeworker.worker.stage.cut.containers import Held, effects_since, held_by, restore
@@ -44,11 +45,6 @@ from pipeworker.worker.transport.structure import TypeRegistry, flatten
 
 _NEEDS_NUMBERS = ("DataDependentOutputException", "DynamicOutputShapeException")
 """Names of the exceptions of fake tensors whose numbers are asked for."""
-_METADATA = frozenset(
-    {"__get__", "size", "dim", "numel", "__len__", "stride", "is_floating_point", "is_complex"}
-    | {"get_device", "element_size", "nelement", "ndimension", "__hash__"}
-)
-"""Functions that read a tensor's shape, dtype or device, and no number of it."""
 
 
 class Planning:
@@ -175,7 +171,7 @@ class Planning:
         if not tainted:
             with without_fake_modes():
                 out = func(*args, **kwargs)
-            if name not in _METADATA or tensors_of(out):
+            if not reads_metadata(func) or tensors_of(out):
                 for tensor in tensors:
                     if id(tensor) in self._input:
                         self._everywhere.add(self._input[id(tensor)])
@@ -186,8 +182,9 @@ class Planning:
         if name == "register_hook":
             self._check_hooked(tainted)
         self._use(tensors)
-        leaves = [*leaves_of(args), *leaves_of(kwargs)]
-        self.trace.add(name, leaves, self._numbers, self._parameters)
+        if not reads_metadata(func):
+            leaves = [*leaves_of(args), *leaves_of(kwargs)]
+            self.trace.add(name, leaves, self._numbers, self._parameters)
         changed = kwargs.get("out") if "out" in kwargs else args[0] if is_in_place(name) else None
         if isinstance(changed, torch.Tensor):
             if not any(changed is t for t in tainted):
@@ -203,7 +200,7 @@ class Planning:
             out = func(*args, **kwargs)
         if draws:
             self.plan.random.append(self._count)
-        elif not tensors_of(out) and name not in _METADATA and not any(map(is_fake, tainted)):
+        elif not (tensors_of(out) or reads_metadata(func) or any(map(is_fake, tainted))):
             raise refused(
                 *self._here(),
                 "depends on the numbers of a buffer that is saved",

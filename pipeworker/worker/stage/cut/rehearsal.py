@@ -16,7 +16,7 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.worker.stage import rng
-from pipeworker.worker.stage.cut.calls import leaves_of, line_of_error, name_of
+from pipeworker.worker.stage.cut.calls import leaves_of, line_of_error, name_of, reads_metadata
 from pipeworker.worker.stage.cut.forward import Forward
 from pipeworker.worker.stage.cut.guards import refused
 from pipeworker.worker.stage.cut.plan import CutPlan
@@ -81,7 +81,8 @@ class Rehearsal(Forward):
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compare one call of a function of torch outside of units, then do it."""
         leaves = [*leaves_of(args), *leaves_of(kwargs)]
-        if self._depends([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]):
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if self._depends(tensors) and not reads_metadata(func):
             self._compare(name_of(func), leaves)
         return super().operation(func, args, kwargs)
 

@@ -81,6 +81,7 @@ def _call_with_numbers(
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
         if not is_fake(tensor):
+            made[id(tensor)] = tensor, tensor
             return tensor
         if id(tensor) not in known:
             known[id(tensor)] = tensor, _numbers_like(tensor)
