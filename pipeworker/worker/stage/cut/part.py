@@ -167,13 +167,14 @@ def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
             f"model(): a hook or another function holds the module, and sets {changed!r} of it; a "
             "pipeline runs copies of the module: have the function use the module that it is given"
         )
-    for one, left_by, when in (
-        (fresh, "a unit", "where the unit ran on another stage,"),
-        (copied, "an earlier forward", "in a second run"),
+    for one, own, left_by, when in (
+        (fresh, _intercept(fresh, id), "a unit", "where the unit ran on another stage,"),
+        (copied, units, "an earlier forward", "in a second run"),
     ):
         cause, calls = (left_by, when), planning.trace.calls
         rehearsal = Rehearsal(plan, types, _names_of(one), calls, planning.described, cause)
-        _intercept(one, partial(_rehearsed, rehearsal))
+        for name, unit in own.items():
+            unit.redirect(partial(_rehearsed, rehearsal, name))
         rehearsal.rehearse(one, _copy(batch))
     return plan
 

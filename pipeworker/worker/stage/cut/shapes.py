@@ -36,6 +36,10 @@ class HollowUnit:
         self.unit, self._forward, self._hooks = unit, unit.forward, take_hooks(unit)
         self._replaced = unit.forward = call
 
+    def redirect(self, call: Callable[..., Any]) -> None:
+        """Have another function get the calls from now on; hooks that were added stay."""
+        self._replaced = self.unit.forward = call
+
     @contextmanager
     def itself(self) -> Iterator[nn.Module]:
         """Return the unit with its own forward and hooks.
