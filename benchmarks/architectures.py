@@ -164,7 +164,7 @@ def automatic(name: str, made: Any, is_causal: bool) -> Any:
     kind = getattr(transformers, made if isinstance(made, str) else made[0])
     if not isinstance(config, kind.config_class):
         parts = [getattr(config, part) for part in config.sub_configs]
-        config = next(part for part in parts if isinstance(part, kind.config_class))
+        config = next((one for one in parts if isinstance(one, kind.config_class)), config)
     if is_causal and name in DECODERS.split():
         config.is_decoder = True
     return kind._from_config(config, attn_implementation="eager")
