@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import register_pytree_node
 
 from pipeworker.plan.placement import Placement
 from pipeworker.worker.stage.cut.calls import arguments
@@ -341,6 +342,50 @@ class Biased(nn.Module):
         return x + self.bias
 
 
+class Shifting(nn.Module):
+    """Changes a view of what a layer returned, and a table that it fills from a saved buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.base: torch.Tensor
+        self.register_buffer("base", torch.linspace(0, 1, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = self.layers[0](x)
+        out[:, :3] += x[:, :3]
+        out = self.layers[1](out)
+        table = torch.zeros(2, WIDTH)
+        table[0] = self.base
+        table[1, 2:] = self.base[2:] * 2
+        return self.layers[2](out) + table.sum(dim=0)
+
+
+class Ordered(nn.Module):
+    """Returns a dict whose order of keys is not that of its copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = Sorted(z=self.layers[0](x))
+        out["a"] = self.layers[1](out["z"])
+        self.layers[2](next(iter(out.values())))
+        return out
+
+
+class Sorted(dict[str, Any]):
+    """A dict that pytree copies with its keys in alphabetical order."""
+
+
+register_pytree_node(
+    Sorted,
+    lambda d: ([d[key] for key in sorted(d)], sorted(d)),
+    lambda values, keys: Sorted(zip(keys, values, strict=True)),
+)
+
+
 class Exchanging(nn.Module):
     """Each layer replaces an entry of a list that it is called with."""
 
@@ -364,7 +409,7 @@ class Exchange(nn.Module):
         both[self.place] = torch.tanh(self.linear(both[self.place]) + both[1 - self.place])
 
 
-@pytest.mark.parametrize("make", [Biased, Exchanging])
+@pytest.mark.parametrize("make", [Biased, Exchanging, Shifting])
 def test_a_module_with_a_habit_equals_its_own_forward(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(3)
     module, batches = make(), list(vectors())
@@ -378,6 +423,23 @@ def test_a_module_with_a_habit_equals_its_own_forward(make: Callable[[], nn.Modu
         trained = pipeline.train(3)
         assert trained.losses == expected.losses
         assert_same_tensors(trained.weights, expected.weights)
+
+
+def first(output: Any, target: torch.Tensor) -> Any:
+    return mse(next(iter(output.values())), target)
+
+
+def test_a_returned_dict_keeps_the_order_of_its_keys() -> None:
+    torch.manual_seed(3)
+    module, batches = Ordered(), list(vectors())
+    expected = plain([Whole(copy.deepcopy(module))], first, batches, 2, sgd)
+    for stages in (1, 2, 3):
+        plan, layers = cut(copy.deepcopy(module), batches[0])
+        way = filled(Placement.identity(stages), "never")
+        pipeline = Pipeline(
+            layers, first, batches, way, microbatches=2, skips=plan.skips(), optimizer=sgd
+        )
+        assert pipeline.train(3).losses == expected.losses
 
 
 class Drawing(nn.Module):

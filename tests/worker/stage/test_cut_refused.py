@@ -99,6 +99,17 @@ class Popping(nn.Module):
         return self.scale * self.linear(x + values.pop())
 
 
+class Applying(nn.Module):
+    """A unit that calls a module that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor, module: nn.Module) -> Any:
+        return self.scale * module(self.linear(x))
+
+
 class Any3(nn.Module):
     """Three layers, a batch norm, and a forward that is given."""
 
@@ -106,7 +117,7 @@ class Any3(nn.Module):
         super().__init__()
         self.l = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.kept = nn.ModuleList(Keeping() for _ in range(2))
-        self.pop = Popping()
+        self.pop, self.apply_it = Popping(), Applying()
         self.norm = nn.BatchNorm1d(WIDTH)
         self.register_buffer("mean", torch.ones(WIDTH))
         self.way = way
@@ -160,6 +171,10 @@ def reshaped(m: Any, x: torch.Tensor) -> Any:
     return m.l[1](hidden)
 
 
+def given(m: Any, x: torch.Tensor) -> Any:
+    return m.apply_it(m.l[0](x), m.l[1])
+
+
 def popped(m: Any, x: torch.Tensor) -> Any:
     hidden = m.l[0](x)
     return m.pop(m.l[1](hidden), [hidden])
@@ -199,6 +214,7 @@ def replaced(m: Any, x: torch.Tensor) -> Any:
         (filled_by_a_view, "fills a tensor that is a view or has one"),
         (in_place, "changes a tensor in place"),
         (reshaped, "calls unsqueeze_ on an activation"),
+        (given, "calls a unit with a module"),
         (popped, "removes what is in a list"),
         (hooked_late, "registers a hook on a tensor that an earlier layer has used"),
         (branching, "depends on the numbers of an activation, at test_cut_refused.py"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from operator import is_
 from typing import Any
 
 import torch
@@ -22,10 +23,14 @@ def _containers(value: Any) -> Iterator[Any]:
             yield value
         for item in value:
             yield from _containers(item)
-    elif hasattr(value, "keys") and hasattr(value, "__setitem__"):
+    elif _is_mapping(value):
         yield value
         for key in list(value.keys()):
             yield from _containers(value[key])
+
+
+def _is_mapping(value: Any) -> bool:
+    return hasattr(value, "keys") and hasattr(value, "__setitem__")
 
 
 def held_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Held:
@@ -61,35 +66,46 @@ def effects_since(held: Held) -> Effects:
     return found
 
 
-def exchanged(value: Any, replaced: Mapping[int, torch.Tensor]) -> Any:
-    """Return a nested value with other tensors in the place of some, by their ids.
-
-    The containers in it that hold such a tensor, and that pytree knows, are copies.
-    """
+def copied(value: Any, replaced: Mapping[int, torch.Tensor]) -> Any:
+    """Return a nested value with other tensors in the place of some, by their ids, as a copy."""
     if not replaced:
         return value
     return pytree.tree_map_only(torch.Tensor, lambda t: replaced.get(id(t), t), value)
 
 
-def exchange_within(held: Held, replaced: Mapping[int, torch.Tensor]) -> Callable[[], None]:
-    """Replace tensors in containers that pytree does not know, which are no copies.
+Changed = list[tuple[Any, Any, Any, Any]]
+"""Exchanges in containers: the container, the key or index, the value there now and before."""
 
-    Returns a function that puts those back that are still there.
+
+def exchange(value: Any, replaced: Mapping[int, torch.Tensor], changed: Changed) -> Any:
+    """Return a nested value with other tensors in the place of some, by their ids.
+
+    Containers are changed in place, which `changed` notes: a copy of one might differ from it, as
+    that of a dict that gives its values by number too.
     """
-    changed: list[tuple[Any, Any, Any, Any]] = []
-    for one, before in held if replaced else ():
-        for key in range(len(one)) if isinstance(one, list) else before:
-            made = exchanged(before[key], replaced)
-            if not _same(made, before[key]):
-                one[key] = made
-                changed.append((one, key, made, before[key]))
+    if not replaced or isinstance(value, torch.Tensor):
+        return replaced.get(id(value), value)
+    if isinstance(value, list) or _is_mapping(value):
+        for key in list(range(len(value)) if isinstance(value, list) else value.keys()):
+            before = value[key]
+            made = exchange(before, replaced, changed)
+            if made is not before:
+                value[key] = made
+                changed.append((value, key, made, before))
+        return value
+    if isinstance(value, tuple):
+        items = [exchange(item, replaced, changed) for item in value]
+        if all(map(is_, items, value)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return copied(value, replaced)
 
-    def put_back() -> None:
-        for one, key, made, before in changed:
-            if one[key] is made:
-                one[key] = before
 
-    return put_back
+def put_back(changed: Changed) -> None:
+    """Put back what was exchanged in containers, and is still there."""
+    for one, key, made, before in reversed(changed):
+        if one[key] is made:
+            one[key] = before
 
 
 def restore(held: Held) -> None:

@@ -39,10 +39,12 @@ from pipeworker.worker.stage.cut.calls import (
     tensors_of,
 )
 from pipeworker.worker.stage.cut.containers import (
+    Changed,
+    copied,
     effects_since,
-    exchange_within,
-    exchanged,
+    exchange,
     held_by,
+    put_back,
     repeat,
 )
 from pipeworker.worker.stage.cut.inner_hooks import listening, tell
@@ -252,7 +254,12 @@ class Forward:
 
     def _now(self, value: Any, tensors: Sequence[torch.Tensor]) -> Any:
         """Return a value with what is here in the place of stand-ins and hollow parameters."""
-        return exchanged(value, self._replacements(tensors))
+        return copied(value, self._replacements(tensors))
+
+    def _exchanged(self, value: Any, changed: Changed) -> Any:
+        """Do the same within containers, as `changed` notes, of which no copy is made."""
+        held = [before for _, before in held_by((value,), {})]
+        return exchange(value, self._replacements(tensors_of((value, held))), changed)
 
     def _replacements(self, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return what is here of stand-ins and hollow parameters, by their ids."""
@@ -342,10 +349,8 @@ class Forward:
             tell(unit, list(zip(self._plan.hooked[layer], heard, strict=True)))
 
     def _called(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        own = held_by(args, kwargs)
-        replaced = self._replacements(tensors_of((args, kwargs, [before for _, before in own])))
-        args, kwargs = exchanged((args, kwargs), replaced)
-        put_back = exchange_within(held_by(args, kwargs), replaced)
+        changed: Changed = []
+        args, kwargs = self._exchanged((args, kwargs), changed)
         held = held_by(args, kwargs)
         call, hooked = self._calls[layer - self.first], self._plan.hooked[layer]
         if hooked:
@@ -354,8 +359,7 @@ class Forward:
         else:
             out, heard = call(*args, **kwargs), []
         effects = effects_since(held)
-        put_back()
-        repeat(own, [e for e in effects if own[e[0]][0] is not held[e[0]][0]])
+        put_back(changed)
         whole = out, effects, [value for _, value in heard]
         leaves, structure = flatten(whole, self._types)
         if structure != self._plan.structures[layer]:
@@ -383,7 +387,7 @@ class Forward:
             with self._mode:
                 out = module(*args, **kwargs)
                 if self._layer >= self.stop == len(self._plan):
-                    out = self._now(out, tensors_of(out))
+                    out = self._exchanged(out, [])
                     if not self._has_fake_weights and any(map(is_fake, tensors_of(out))):
                         raise self._elsewhere("its output has a value that is elsewhere")
         except Left:

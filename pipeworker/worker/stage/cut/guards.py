@@ -20,7 +20,7 @@ from pipeworker.worker.internals import (
     saved_tensor_hooks,
     storage_uses,
 )
-from pipeworker.worker.stage.cut.calls import line_of_the_user
+from pipeworker.worker.stage.cut.calls import line_of_the_user, tensors_of
 
 _BY_HAND = "or cut the model by hand, as a list of layers"
 _RESHAPING = frozenset(
@@ -118,13 +118,17 @@ class Guards:
                 )
 
     @contextmanager
-    def functions(self, where: Callable[[], tuple[int, str]]) -> Iterator[None]:
-        """Reject calls of ``torch.autograd.Function.apply`` between units."""
+    def functions(
+        self,
+        where: Callable[[], tuple[int, str]],
+        depends: Callable[[Sequence[torch.Tensor]], bool],
+    ) -> Iterator[None]:
+        """Reject calls of ``torch.autograd.Function.apply`` between units on what they return."""
         original = torch.autograd.Function.__dict__["apply"]
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             layer, unit = where()
-            if layer >= 0:
+            if layer >= 0 and depends(tensors_of((args, kwargs))):
                 raise refused(
                     layer,
                     unit,

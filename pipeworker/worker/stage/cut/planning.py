@@ -75,7 +75,7 @@ class Planning:
         self._count = 0
         self._at = 0
         self._storages: dict[int, set[Number]] = {}
-        self._changes: list[tuple[int, int, Number, str]] = []
+        self._changes: list[tuple[int, int, str]] = []
         self._inside = False
 
     def run(
@@ -105,7 +105,7 @@ class Planning:
         level = logger.level
         logger.setLevel(logging.CRITICAL)  # a unit that needs numbers gets them
         try:
-            functions = self._guards.functions(self._between_units)
+            functions = self._guards.functions(self._between_units, self._depends)
             with rng.preserve_generators(), functions, self._mode:
                 out = module(*args, **kwargs)
         except Exception as error:
@@ -200,7 +200,12 @@ class Planning:
             out = func(*args, **kwargs)
         if draws:
             self.plan.random.append(self._count)
-        elif not (tensors_of(out) or reads_metadata(func) or any(map(is_fake, tainted))):
+        elif not (
+            changed is not None
+            or tensors_of(out)
+            or reads_metadata(func)
+            or any(map(is_fake, tainted))
+        ):
             raise refused(
                 *self._here(),
                 "depends on the numbers of a buffer that is saved",
@@ -212,6 +217,9 @@ class Planning:
         if made := tensors_of(out):
             self._number(made)
         return out
+
+    def _depends(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return any(id(t) in self._numbers or id(t) in self._parameters for t in tensors)
 
     def _unknown(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the fake tensors that no counted call, and no unit, has returned."""
@@ -262,20 +270,23 @@ class Planning:
     def _note_change(self, tensor: torch.Tensor) -> None:
         number = self._numbers.get(id(tensor))
         if number is not None and is_fake(tensor):
-            self._changes.append((storage_key(tensor), self._at, number, line_of_the_user()))
+            self._changes.append((storage_key(tensor), self._at, line_of_the_user()))
 
     def _check_views(self) -> None:
         """Reject changes in place of memory that two values share, of which one passes a cut."""
-        for storage, layer, number, line in self._changes:
-            for other in self._storages.get(storage, ()):
-                last = max(self._used.get(other, {-1}))
-                if other != number and self._made[other] < layer <= last:
-                    raise UsageError(
-                        f"layer {layer} ({self.plan.units[min(layer, self._at)]}): the model's "
-                        f"forward changes a tensor in place at {line}, of which another layer has "
-                        "a view, so the two cannot be on different stages; change a copy there, "
-                        "or cut the model by hand, as a list of layers"
-                    )
+        for storage, layer, line in self._changes:
+            crossing = [
+                number
+                for number in self._storages.get(storage, ())
+                if self._made[number] < layer <= max(self._used.get(number, {-1}))
+            ]
+            if len(crossing) > 1:  # they arrive as tensors that share no memory
+                raise UsageError(
+                    f"layer {layer} ({self.plan.units[min(layer, self._at)]}): the model's "
+                    f"forward changes a tensor in place at {line}, of which another layer has "
+                    "a view, so the two cannot be on different stages; change a copy there, "
+                    "or cut the model by hand, as a list of layers"
+                )
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do the call of a unit, which ends a layer."""
@@ -295,6 +306,8 @@ class Planning:
         if any(id(parameter) not in self._parameters for parameter in unit.parameters()):
             raise refused(*here, "replaces the parameters of a unit", "do it within a unit")
         self._guards.check_context(*here)
+        if any(isinstance(leaf, nn.Module) for leaf in leaves_of((args, kwargs))):
+            raise refused(*here, "calls a unit with a module", "have the unit own the module")
         given = tensors_of((args, kwargs))
         self._guards.check_tensors(*here, self._unknown(given))
         self.trace.add(name, leaves_of((args, kwargs)), self._numbers, self._parameters)
