@@ -132,6 +132,7 @@ def prefer(jobs: Jobs) -> None:
             os.setpriority(os.PRIO_PROCESS, int(thread.name), -15)
 
 
+@slow  # on a busy machine a gap may be too short for a handshake
 @pytest.mark.skipif(shutil.which("tc") is None, reason="tc is not installed")
 @pytest.mark.parametrize("side", [1])
 def test_a_line_that_is_interrupted_again_and_again_changes_no_bit(
@@ -144,7 +145,7 @@ def test_a_line_that_is_interrupted_again_and_again_changes_no_bit(
     """No outage, nor two with a gap, is as long as the timeout; TCP would be silent for longer."""
     monkeypatch.setenv(TOKEN, uuid.uuid4().hex)
     words = ("--microbatches", "4", "--steps", "5")
-    both = torchrun.nodes(*words, "--worker-timeout", "6", hosts=hosts, ranks=1, source=READS)
+    both = torchrun.nodes(*words, "--worker-timeout", "7", hosts=hosts, ranks=1, source=READS)
     until((jobs.folder / "reads").exists)
     prefer(jobs)
     for _ in range(4):
