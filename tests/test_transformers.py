@@ -42,6 +42,14 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "Bloom": {"hidden_size": 32, "n_layer": 3, "n_head": 4, "vocab_size": WORDS},
     "OPT": {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "Falcon": {**SMALL},
+    **dict.fromkeys(
+        ("Cohere", "Ernie4_5", "Glm", "Granite", "Nemotron", "Olmo", "Olmo2", "Persimmon")
+        + ("Phi", "Phi3", "Qwen3", "SmolLM3", "StableLm", "Starcoder2"),
+        TEXT,
+    ),
+    "SeedOss": {**TEXT, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    "GPTJ": {**OLD, **QUIET, "rotary_dim": 8},
+    "CodeGen": {**OLD, **QUIET, "rotary_dim": 8},
     "Mamba": {"hidden_size": 32, "num_hidden_layers": 3, "vocab_size": WORDS, "state_size": 4},
 }
 
