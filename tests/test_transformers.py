@@ -31,6 +31,11 @@ OLD = {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": WORDS}
 QUIET = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 HEADS = {"num_heads": 4, "d_kv": 8, "d_model": 32, "d_ff": 48, "num_layers": 2}
+PLAIN = """
+    Cohere Ernie4_5 Glm Granite Nemotron Olmo Olmo2 Persimmon Phi Phi3 Qwen3 SmolLM3 StableLm
+    Starcoder2
+"""
+"""Those that one configuration fits."""
 CAUSAL: dict[str, dict[str, Any]] = {
     "Llama": {**TEXT, "tie_word_embeddings": False},
     "Mistral": {**TEXT, "sliding_window": 8},
@@ -42,11 +47,7 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "Bloom": {"hidden_size": 32, "n_layer": 3, "n_head": 4, "vocab_size": WORDS},
     "OPT": {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "Falcon": {**SMALL},
-    **dict.fromkeys(
-        ("Cohere", "Ernie4_5", "Glm", "Granite", "Nemotron", "Olmo", "Olmo2", "Persimmon")
-        + ("Phi", "Phi3", "Qwen3", "SmolLM3", "StableLm", "Starcoder2"),
-        TEXT,
-    ),
+    **dict.fromkeys(PLAIN.split(), TEXT),
     "SeedOss": {**TEXT, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "GPTJ": {**OLD, **QUIET, "rotary_dim": 8},
     "CodeGen": {**OLD, **QUIET, "rotary_dim": 8},
