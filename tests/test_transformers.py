@@ -29,7 +29,7 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "v
 TEXT = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "pad_token_id": 0}
 OLD = {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": WORDS}
 QUIET = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = {"num_local_experts": 12, "num_experts_per_tok": 2}
 HEADS = {"num_heads": 4, "d_kv": 8, "d_model": 32, "d_ff": 48, "num_layers": 2}
 PLAIN = """
     Cohere Ernie4_5 Glm Granite Nemotron Olmo Olmo2 Persimmon Phi Phi3 Qwen3 SmolLM3 StableLm

@@ -79,7 +79,7 @@ class Conversion:
         """
         found: dict[str, Source] = {}
         groups: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
-        for name in stored:
+        for name in sorted(stored, key=_natural):  # a rule stacks experts in their order
             renamed, rule, pattern = self._renamed(name)
             if name in self._names and name not in self._full:
                 found[name] = Source((name,), only)  # of a run: it has the module's own names
@@ -131,6 +131,11 @@ class Conversion:
             own.add_tensor(first, stored, pattern, tensor)
         made = own.convert(first, model=self._base, config=self._base.config)[name]
         return made[0] if isinstance(made, list) else made
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return a key that orders numbers in names by their value."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
 def _rules_of(base: Any) -> list[Any]:
