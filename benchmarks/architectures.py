@@ -191,9 +191,11 @@ def of_timm(name: str) -> Any:
     timm = importlib.import_module("timm")
     usual = name.startswith(tuple(SIZED.split()))
     try:
-        made = timm.create_model(name, num_classes=10, **({} if usual else {"img_size": 64}))
+        made = timm.create_model(
+            name, num_classes=10, drop_rate=0.0, **({} if usual else {"img_size": 64})
+        )
     except (TypeError, AssertionError, ValueError):
-        made = timm.create_model(name, num_classes=10)
+        made = timm.create_model(name, num_classes=10, drop_rate=0.0)
         usual = usual or hasattr(made, "patch_embed")
     side = made.default_cfg["input_size"][-1] if usual else 64
     made.__dict__["picture"] = noise(BATCH, 3, side, side)
