@@ -76,7 +76,7 @@ $(VENV)/.test: setup.cfg pyproject.toml
 
 # Otherwise each of the processes of the first run would compile all test modules.
 $(VENV)/.collected: $(VENV)/.test
-	$(BIN)/python -m pytest --collect-only --quiet > /dev/null
+	found=$$($(BIN)/python -m pytest --collect-only --quiet) || { echo "$$found" | tail -50; exit 1; }
 	touch $@
 
 $(VENV)/.docs: setup.cfg pyproject.toml
