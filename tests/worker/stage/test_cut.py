@@ -190,6 +190,14 @@ def cut(module: nn.Module, batch: Any) -> tuple[CutPlan, list[nn.Module]]:
     return plan, list(Cut(module, NO_TYPES, CPU, plan).parts_of(module).values())
 
 
+def pipeline_of(
+    module: nn.Module, batches: list[Any], loss: Any, stages: int, mode: str
+) -> Pipeline:
+    plan, layers = cut(copy.deepcopy(module), batches[0])
+    way = filled(Placement.identity(stages), mode)
+    return Pipeline(layers, loss, batches, way, microbatches=2, skips=plan.skips(), optimizer=sgd)
+
+
 class Whole(nn.Module):
     """The module as the only layer of a plain loop."""
 
@@ -319,11 +327,7 @@ def test_a_container_that_layers_fill_holds_what_later_layers_read(make: Any) ->
     module, batches = Remembered(make), list(vectors())
     expected = plain([Whole(copy.deepcopy(module))], mse, batches, 2, sgd)
     for stages, mode in ((1, "always"), (2, "never"), (3, "always"), (5, "never")):
-        plan, layers = cut(copy.deepcopy(module), batches[0])
-        way = filled(Placement.identity(stages), mode)
-        pipeline = Pipeline(
-            layers, mse, batches, way, microbatches=2, skips=plan.skips(), optimizer=sgd
-        )
+        pipeline = pipeline_of(module, batches, mse, stages, mode)
         assert pipeline.train(3).losses == expected.losses
 
 
@@ -415,11 +419,7 @@ def test_a_module_with_a_habit_equals_its_own_forward(make: Callable[[], nn.Modu
     module, batches = make(), list(vectors())
     expected = plain([Whole(copy.deepcopy(module))], mse, batches, 2, sgd)
     for stages, mode in ((1, "always"), (2, "never"), (3, "always")):
-        plan, layers = cut(copy.deepcopy(module), batches[0])
-        way = filled(Placement.identity(stages), mode)
-        pipeline = Pipeline(
-            layers, mse, batches, way, microbatches=2, skips=plan.skips(), optimizer=sgd
-        )
+        pipeline = pipeline_of(module, batches, mse, stages, mode)
         trained = pipeline.train(3)
         assert trained.losses == expected.losses
         assert_same_tensors(trained.weights, expected.weights)
@@ -434,11 +434,7 @@ def test_a_returned_dict_keeps_the_order_of_its_keys() -> None:
     module, batches = Ordered(), list(vectors())
     expected = plain([Whole(copy.deepcopy(module))], first, batches, 2, sgd)
     for stages in (1, 2, 3):
-        plan, layers = cut(copy.deepcopy(module), batches[0])
-        way = filled(Placement.identity(stages), "never")
-        pipeline = Pipeline(
-            layers, first, batches, way, microbatches=2, skips=plan.skips(), optimizer=sgd
-        )
+        pipeline = pipeline_of(module, batches, first, stages, "never")
         assert pipeline.train(3).losses == expected.losses
 
 
@@ -459,14 +455,11 @@ class Drawing(nn.Module):
 def test_random_numbers_between_layers_do_not_depend_on_the_number_of_stages() -> None:
     torch.manual_seed(3)
     module, batches = Drawing(), list(vectors())
+    plan, _ = cut(copy.deepcopy(module), batches[0])
+    assert len(plan.random) == 4
     found = []
     for stages, mode in ((1, "never"), (1, "always"), (2, "always"), (3, "never")):
-        plan, layers = cut(copy.deepcopy(module), batches[0])
-        assert len(plan.random) == 4
-        way = filled(Placement.identity(stages), mode)
-        pipeline = Pipeline(
-            layers, mse, batches, way, microbatches=2, skips=plan.skips(), optimizer=sgd
-        )
+        pipeline = pipeline_of(module, batches, mse, stages, mode)
         found.append(pipeline.train(3))
     for trained in found[1:]:
         assert_equal(trained, found[0])
