@@ -72,15 +72,13 @@ class Checkpoint:
 
     def adapters(self) -> Adapters | None:
         """Return what makes peft's own folder of the weights, if the model has adapters."""
-        self.manifest.check_files(self.path, "state-")
-        for files in self.worker_files():
-            found = read_plain(files.state).get("adapters")
-            if found is not None:
-                try:
-                    return msgspec.convert(found, Adapters)
-                except msgspec.ValidationError as error:
-                    raise invalid(files.state, error) from None
-        return None
+        path = self.worker_files()[0].state  # of the worker with stage 0
+        self.manifest.check_files(self.path, path.name)
+        found = read_plain(path).get("adapters")
+        try:
+            return msgspec.convert(found, Adapters | None)
+        except msgspec.ValidationError as error:
+            raise invalid(path, error) from None
 
 
 class Adapters(msgspec.Struct):

@@ -132,7 +132,10 @@ def write_contents(files: Sequence[FileContent], folder: Path) -> tuple[Checkpoi
         found = []
         for file in files:
             path = folder / file.name
-            linked = link_same(file.chunks(), path) if file.shared else None
+            linked = None
+            if file.shared:  # never write into a file that an earlier checkpoint has too
+                path.unlink(missing_ok=True)
+                linked = link_same(file.chunks(), path)
             found.append(linked or _write_file(file.chunks(), path))
         return tuple(found)
     except OSError as error:

@@ -90,6 +90,20 @@ def test_changed_frozen_weights_are_written_again(tmp_path: Path) -> None:
     assert (second / FROZEN).samefile(third / FROZEN)
 
 
+@pytest.mark.parametrize("save", [from_memory, directly])
+def test_a_checkpoint_that_is_written_again_leaves_the_shared_file_alone(
+    tmp_path: Path, save: Save
+) -> None:
+    run, net = RunDir(tmp_path / "run"), layers()
+    first = complete(run, 1, net)
+    save(run.partial_checkpoint(2), 2, part(net, 0))
+    assert (run.partial_checkpoint(2) / FROZEN).samefile(first / FROZEN)
+    weight_of(net[1]).mul_(0.5)
+    second = complete(run, 2, net, save)
+    Checkpoint(first).verify()
+    Checkpoint(second).verify()
+
+
 def test_weights_are_shared_with_a_checkpoint_that_is_not_complete(tmp_path: Path) -> None:
     run, net = RunDir(tmp_path / "run"), layers()
     complete(run, 9, net)
