@@ -145,7 +145,7 @@ INPUTS: dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
     "vivit": film,
     "siglip2": patches,
 }
-"""What the modules of single model types get in the place of their batch."""
+"""The inputs of modules of single model types, in the place of their batch."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ PLAIN = """
     Cohere Ernie4_5 Glm Granite Nemotron Olmo Olmo2 Persimmon Phi Phi3 Qwen3 SmolLM3 StableLm
     Starcoder2
 """
-"""Those that one configuration fits."""
+"""The architectures that one configuration fits."""
 CAUSAL: dict[str, dict[str, Any]] = {
     "Llama": {**TEXT, "tie_word_embeddings": False},
     "Mistral": {**TEXT, "sliding_window": 8},

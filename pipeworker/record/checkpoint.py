@@ -82,7 +82,7 @@ class Checkpoint:
 
 
 class Adapters(msgspec.Struct):
-    """What makes peft's own folder: its configuration, and its names of weights by our own."""
+    """The configuration in a folder of peft, and its names of weights by those of the module."""
 
     config: dict[str, Any]
     names: dict[str, str]

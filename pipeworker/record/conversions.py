@@ -28,14 +28,14 @@ from pipeworker.record.json_state import Tensors
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The files of peft's own folder."""
 _WRAPPED = frozenset({"base_layer", "original_module"})
-"""What peft calls the module that an adapter is around."""
+"""The names that peft gives to the module within an adapter."""
 _COPIES = "modules_to_save"
 """Where peft keeps the copy of a module that trains, by adapter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a weight of a module is made of.
+    """The tensors of files that a weight of a module is made of.
 
     Attributes:
         stored: names of tensors in the files.

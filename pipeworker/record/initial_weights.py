@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
 from itertools import chain
@@ -54,9 +54,9 @@ class InitialWeights:
     """Weights for the layers of a model, by the names they have in it.
 
     The `path` is that of a file of weights, an index, or a folder with one of them or a checkpoint.
-    A file may have any of the names of a tied weight. With a `conversion` it may have the names of
-    the library that the model is from; adapters may then be missing. The `diff` has what of the
-    file and of the stages loaded so far does not match.
+    A file may have any of the names of a tied weight. If `find_conversion` finds one, the file may
+    have the names of the library that the model is from, and no adapters. The `diff` has what of
+    the file and of the stages loaded so far does not match.
 
     Raises:
         UsageError: the file cannot be read; so may every method.
@@ -67,7 +67,7 @@ class InitialWeights:
         path: Path,
         names: LayerNames,
         ties: Iterable[Sequence[str]] = (),
-        conversion: Conversion | None = None,
+        find_conversion: Callable[[], Conversion | None] = lambda: None,
     ) -> None:
         source = find_weight_files(path)
         self._path = path
@@ -75,7 +75,8 @@ class InitialWeights:
         self._open = cache(_open)
         self._files = source.index or {n: file for file in source.files for n in self._open(file)}
         self._sources = {name: Source((name,), only) for name in self._files}
-        if conversion is not None and not source.from_run:
+        conversion = None if source.from_run else find_conversion()
+        if conversion is not None:
             self._sources = conversion.sources(self._files)
         self._may_lack = conversion.adapters if conversion is not None else {}
         self._keys, self._unknown = names.by_layer(self._sources)

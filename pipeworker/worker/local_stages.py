@@ -138,7 +138,7 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
     if options.init_from is not None and loaded.restore is None:
         tracker.set(Phase.RESTORING)
         places = [tuple(map(names.of_numbered, tie.names)) for tie in plan.ties]
-        initial = InitialWeights(Path(options.init_from), names, places, model.conversion())
+        initial = InitialWeights(Path(options.init_from), names, places, model.conversion)
     stages: dict[int, Stage] = {}
     updaters: dict[int, Updater] = {}
     ties: dict[int, Ties] = {}
@@ -191,7 +191,8 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
             if unmatched:
                 streams.note(f"warning: --init-from {options.init_from}: {initial.diff.summary()}")
         return LocalStages(
-            *(names, stages, updaters, ties, aliases, unmatched, model.adapters()),
+            *(names, stages, updaters, ties, aliases, unmatched),
+            model.adapters() if 0 in stages else None,
             resources.pop_all(),
         )
 

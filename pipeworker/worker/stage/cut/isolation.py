@@ -1,4 +1,4 @@
-"""What the units of a module hold besides tensors: another stage does not see it change.
+"""The attributes of units, and the objects in them: another stage does not see them change.
 
 Each process has objects of its own for a module's units, and its own copy of the module around
 them. So a unit must not depend on an attribute, or on an object that it holds, which the module's
@@ -29,7 +29,7 @@ _Held = dict[str, list[Any]]
 
 
 class Isolation:
-    """What each unit of a module holds when its forward begins.
+    """The attributes of each unit of a module as its forward begins.
 
     Args:
         units: the units by name.

@@ -52,7 +52,7 @@ class CutPlan:
     parameters: dict[str, list[int]] = field(default_factory=dict)
     hooked: list[list[str]] = field(default_factory=list)
     touched: list[int] = field(default_factory=list)
-    random: list[int] = field(default_factory=list)
+    random: set[int] = field(default_factory=set)
     types: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ class CutPlan:
                 *(self.units, self.classes, self.counts, self.structures),
                 *(list(self.users.items()), list(self.same.items()), list(self.changed.items())),
                 *(list(self.parameters.items()), self.hooked),
-                *(self.touched, self.random, self.types),
+                *(self.touched, sorted(self.random), self.types),
             ]
         )
         return packed
@@ -116,7 +116,7 @@ class CutPlan:
             {name: list(layers) for name, layers in parameters},
             [list(names) for names in hooked],
             list(touched),
-            list(random),
+            set(random),
             list(types),
         )
 

@@ -199,7 +199,7 @@ class Planning:
         with observing(lambda called, *_: draws.append(called) if is_random(called) else None):
             out = func(*args, **kwargs)
         if draws:
-            self.plan.random.append(self._count)
+            self.plan.random.add(self._count)
         elif not (
             changed is not None
             or tensors_of(out)

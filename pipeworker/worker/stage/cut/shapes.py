@@ -1,4 +1,4 @@
-"""What a unit of a hollow module returns: tensors without memory, of the right shapes."""
+"""Calls of units of a hollow module: they return tensors without memory, of the right shapes."""
 
 from __future__ import annotations
 
