@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,8 @@ from pipeworker.worker.transport.network import Network
 from support.authentication import REJECTED, carries
 from support.transport import ENDPOINT, FORTH, LocalStore, connect_all
 from support.unauthenticated_peers import UnauthenticatedPeers, listening
+
+_TESTS = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -89,3 +94,41 @@ def test_a_group_has_a_timeout_even_if_no_time_is_left(monkeypatch: pytest.Monke
         with pytest.raises(RuntimeError, match="enough"):
             connector.create_group("name", 0, deadline)
     assert timeouts == [timedelta(milliseconds=1)] * 2
+
+
+LATE = """
+import sys, threading, time
+from support.transport import ENDPOINT, LocalStore
+from pipeworker.worker.transport.links.gloo import Gloo
+from pipeworker.worker.transport.network import Network
+
+def run(number, rank, late):
+    connector = Gloo(STORE.store(), Network(ENDPOINT, "gloo"), time.monotonic() + 100)
+    connector.create_group(f"first/{number}", rank, time.monotonic() + 50)
+    if late:
+        get = connector.store.get
+        connector.store.get = lambda key: (get(key), time.sleep(0.6))[0]
+    try:
+        connector.create_group(f"second/{number}", rank, time.monotonic() + (1.5 if late else 0.3))
+    except RuntimeError:
+        FAILED.append(rank)
+    time.sleep(1)
+
+STORE, FAILED = LocalStore(), []
+threads = [
+    threading.Thread(target=run, args=(number, rank, rank == number % 2))
+    for number in range(12) for rank in (0, 1)
+]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(len(FAILED))
+"""
+
+
+def test_a_peer_that_comes_after_its_group_failed_does_not_crash_the_worker() -> None:
+    """gloo keeps a pointer to the failed pair for as long as the device listens."""
+    ran = subprocess.run([sys.executable, "-c", LATE], cwd=_TESTS, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) >= 6  # of 12 that were not waited for

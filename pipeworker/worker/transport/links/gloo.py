@@ -80,7 +80,6 @@ class Gloo:
     store: CoordinatorStore
     network: Network
     deadline: float
-    device: ProcessGroupGloo.Device | None = None
 
     def connect(self, edge: Edge, secret: bytes, key: str, *, sends: bool) -> GroupLink:
         """Connect this worker's end of an edge, named `key` in the store.
@@ -114,14 +113,17 @@ class Gloo:
             log_rejection(edge, failure or "at the other end")
             if group is not None:
                 group.abort()
-            self.device = None
 
     def create_group(self, prefix: str, rank: int, deadline: float) -> Any:
-        """Return a group of two; raise RuntimeError if it is not connected by `deadline`."""
-        if self.device is None:
-            self.device = create_device(self.network)
+        """Return a group of two; raise RuntimeError if it is not connected by `deadline`.
+
+        Each group has a device of its own. If a group fails, its device goes with it: a device that
+        other groups keep open would accept the late peer and crash, because gloo calls the freed
+        pair of the failed group.
+        """
+        device = create_device(self.network)
         left = timedelta(seconds=deadline - time.monotonic())
-        options = gloo_options([self.device], max(_MIN_TIMEOUT, left / _CONNECT_ATTEMPTS))
+        options = gloo_options([device], max(_MIN_TIMEOUT, left / _CONNECT_ATTEMPTS))
         return ProcessGroupGloo(PrefixStore(prefix, self.store), rank, 2, options)
 
 
