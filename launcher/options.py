@@ -189,6 +189,10 @@ JOB_PARAMETERS: list[click.Parameter] = [
             metavar="A:B",
             written="--profile A:B",
         ),
+        Option(
+            "--trace/--no-trace",
+            "Record the actions of every step, instead of some steps.",
+        ),
     ),
     *_in(
         "Schedule and memory",

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 
+from pipeworker.plan.actions import Kind, parse_actions
 from support.compare import assert_same
 from support.jobs import Jobs, Reference, Run, processes_of, until
 from support.slow import slow
@@ -49,6 +50,13 @@ def test_a_lost_worker_is_replaced(jobs: Jobs, quiet: Run, how: str, cause: str)
     assert run.summary["restarts"] == 1
     (line,) = [line for line in run.stderr.splitlines() if "resumed after" in line]
     assert line.startswith(f"warning: {recorded}; resumed after step ")
+    rows = [json.loads(line) for line in (run.path / "timeline/worker-1.jsonl").open()]
+    (place,) = [place for place, row in enumerate(rows) if "lost" in row]
+    lost = rows[place]
+    text = next(row["actions"] for row in reversed(rows[:place]) if "actions" in row)
+    assert lost["step"] == 4
+    assert len(lost["times"]) % 2 == 1  # it has begun one action more than it has ended
+    assert parse_actions(text)[len(lost["times"]) // 2].kind is Kind.FORWARD
 
 
 def test_a_repeated_failure_at_the_same_place_ends_the_job(jobs: Jobs) -> None:

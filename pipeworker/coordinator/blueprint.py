@@ -17,6 +17,7 @@ from pipeworker.errors import ProtocolError, UsageError
 from pipeworker.facts.connections import Skip, Tie
 from pipeworker.facts.layer_names import LayerNames, shown
 from pipeworker.facts.position import Position
+from pipeworker.facts.step import Batch
 from pipeworker.job.options import Options
 from pipeworker.plan import frozen, partition, skips, ties
 from pipeworker.plan.actions import Edge, format_actions
@@ -27,6 +28,7 @@ from pipeworker.plan.partition import block
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.schedule import CHANNEL_CAPACITY, Schedule, edges, replica_edges
+from pipeworker.trace.sampling import row_bytes
 from pipeworker.wire.messages.checkpoint import Copy
 from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.plan import Described, Plan, Ready, StageRange
@@ -231,6 +233,11 @@ class Blueprint:
             self.types,
             self.steps,
         )
+
+    def row_bytes(self, batch: Batch) -> int:
+        """Estimate the bytes by which a mini-batch that is recorded enlarges the timeline."""
+        count, replicas = batch.microbatches, range(self.placement.replicas)
+        return row_bytes(self.for_replica(count, replica)[0] for replica in replicas)
 
     def run_messages(self, run: RunStep, update: Change | None, copy: Copy | None) -> list[Advance]:
         """Return one message per rank; the action list is included only if it has changed."""

@@ -33,6 +33,8 @@ from pipeworker.host.start_progress import reported_progress
 from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.record.rundir import file_digest
 from pipeworker.record.snapshot_memory import SnapshotMemory
+from pipeworker.trace.recorder import record_unfinished
+from pipeworker.trace.ring import Ring
 from pipeworker.wire import lines
 from pipeworker.wire.interfaces import connection_error
 from pipeworker.wire.lines import (
@@ -67,7 +69,7 @@ class Agent:
     def __init__(self, watcher: SessionWatcher, *, remote: bool) -> None:
         self._watcher = watcher
         self._remote, self._notifications = remote, _NOTIFICATIONS if remote else {}
-        self._workers: dict[int, tuple[Fork, Tracker]] = {}  # by pid
+        self._workers: dict[int, tuple[Fork, Tracker, Ring]] = {}  # by pid
         self._memories: dict[int, list[SnapshotMemory]] = {}  # by rank
         self._readers = DataReaders(watcher, self._run_reader)
         self._input: lines.Buffer[ToAgent] = lines.Buffer(ToAgent)
@@ -118,7 +120,7 @@ class Agent:
     def fork(self, request: Fork) -> None:
         """Start a worker; kill those of earlier generations first."""
         self._kill_earlier(request.generation)
-        tracker = Tracker()
+        tracker, ring = Tracker(), Ring()
         parent = os.getpid()
         link: ReaderLink | None = None
         try:
@@ -133,19 +135,20 @@ class Agent:
         except OSError as error:
             _send(_cannot_start(request, error))
             tracker.close()
+            ring.close()
             if link is not None:
                 link.close()
             return
         if pid == 0:
-            self._become_worker(parent, request, tracker, link)
+            self._become_worker(parent, request, tracker, ring, link)
         if link is not None:
             link.close()
         self._watcher.add(pid)
-        self._workers[pid] = request, tracker
+        self._workers[pid] = request, tracker, ring
         _send(Forked(request.rank, request.generation, pid))
 
     def _become_worker(
-        self, parent: int, request: Fork, tracker: Tracker, link: ReaderLink | None
+        self, parent: int, request: Fork, tracker: Tracker, ring: Ring, link: ReaderLink | None
     ) -> None:
         """Run the worker in the forked child; never return."""
         status = 1
@@ -173,6 +176,7 @@ class Agent:
                 local_rank=request.local_rank,
                 generation=request.generation,
                 tracker=tracker,
+                ring=ring,
                 memories=self._memories,
                 mirrors=request.mirrors,
                 mirrored=request.mirrored,
@@ -211,7 +215,7 @@ class Agent:
 
     def _kill_earlier(self, generation: int) -> None:
         """Kill the workers of earlier generations, which have no work left and may be stuck."""
-        old = [pid for pid, (fork, _) in self._workers.items() if fork.generation < generation]
+        old = [pid for pid, (fork, _, _) in self._workers.items() if fork.generation < generation]
         for pid in old:
             os.kill(pid, signal.SIGKILL)
         self._reap(old, 0)
@@ -220,11 +224,13 @@ class Agent:
         for pid in list(self._workers) if pids is None else pids:
             ended, wait_status = os.waitpid(pid, flags)
             if ended:
-                request, tracker = self._workers.pop(pid)
+                request, tracker, ring = self._workers.pop(pid)
                 kill_group(pid)  # the processes that the worker started, as a data loader's
                 self._watcher.remove(pid)
                 position = tracker.get()
                 tracker.close()
+                record_unfinished(ring)
+                ring.close()
                 code = os.waitstatus_to_exitcode(wait_status)
                 _send(WorkerExited(request.rank, request.generation, code, position))
 

@@ -144,6 +144,7 @@ class Options:
     compile: bool = False
     deterministic: bool = False
     profile_steps: str | None = None
+    trace: bool = False
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():

@@ -87,6 +87,7 @@ class RunDir:
         self.checkpoints = path / "checkpoints"
         self.hooks = path / "hooks.json"
         self.profiles = path / "profile"
+        self.timeline = path / "timeline"
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
@@ -127,6 +128,10 @@ class RunDir:
     def job_folder(self, digest: str) -> Path:
         """Return the absolute path of the folder for a copy of the job file with this digest."""
         return self.path.absolute() / f"{_JOB_FOLDER}{digest[:16]}"
+
+    def worker_timeline(self, rank: int) -> Path:
+        """Return the file of what the worker of this rank did and when."""
+        return self.timeline / f"worker-{rank}.jsonl"
 
     def worker_log(self, rank: int) -> Path:
         """Return the file of what the worker of this rank prints."""
@@ -192,6 +197,7 @@ class RunDir:
             self.metrics,
             self.evaluation,
             self.profiles,
+            self.timeline,
         ):
             if path.is_symlink():
                 raise UsageError(f"{path}: is a link; put what it leads to in its place")
@@ -257,12 +263,16 @@ class RunDir:
             self.hooks,
         ]
         logs = self.coordinator_log().parent
-        written = [*logs.glob("*.log"), *self.events.glob("events.*")]
+        written = [
+            *logs.glob("*.log"),
+            *self.events.glob("events.*"),
+            *self.timeline.glob("*.jsonl"),
+        ]
         for path in (*files, self.root / _REQUEST, *written):
             with suppress(OSError):
                 path.unlink()
         remove_partial_files(self.root)
-        for folder in (logs, self.events, self.checkpoints, *made):
+        for folder in (logs, self.events, self.timeline, self.checkpoints, *made):
             with suppress(OSError):
                 folder.rmdir()
 

@@ -190,6 +190,7 @@ class Session:
             answer = self.worker.handle(message)
             if answer is not None:
                 self.send(answer)
+            self.worker.record()
 
     @contextmanager
     def working(self) -> Iterator[None]:

@@ -171,7 +171,7 @@ class ConnectedWorker(PlannedWorker):
             accelerator=accelerator,
             announce=loaded.announce,
         )
-        executor = Executor(wiring, role.placement, feed)
+        executor = Executor(wiring, role.placement, feed, loaded.settings.ring)
         evaluation = parse_actions(plan.evaluation)
         return ConnectedWorker(loaded, stages, state, wiring, executor, evaluation)
 

@@ -33,6 +33,7 @@ def run(
         while not is_last(message := control.receive()):
             if (answer := worker.handle(message)) is not None:
                 control.send(answer)
+            worker.record()
     except BaseException as error:
         failure = worker.explain(error)
         on_failure(failure)

@@ -12,6 +12,7 @@ from pipeworker.job.file import JobFile
 from pipeworker.job.options import Options
 from pipeworker.plan.placement import Placement
 from pipeworker.record.snapshot_memory import SnapshotMemory
+from pipeworker.trace.ring import Ring
 
 if TYPE_CHECKING:
     from pipeworker.worker.model.survey_process import SurveyProcess
@@ -43,6 +44,7 @@ class Settings:
     local_rank: int
     generation: int = 1
     tracker: Tracker = field(default_factory=Tracker)
+    ring: Ring = field(default_factory=Ring)
     to_log: bool = True
     memories: Mapping[int, Sequence[SnapshotMemory]] = field(default_factory=dict)
     mirrors: tuple[int, ...] = ()

@@ -6,9 +6,11 @@ import contextlib
 import gc
 import os
 import socket
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 from typing_extensions import assert_never
@@ -17,8 +19,11 @@ from pipeworker.environment import versions
 from pipeworker.errors import PipeworkerError, ProtocolError
 from pipeworker.facts.failure import Failure
 from pipeworker.facts.position import Phase
+from pipeworker.host import streams
 from pipeworker.job.options import Options
 from pipeworker.plan.actions import parse_actions
+from pipeworker.record.rundir import located
+from pipeworker.trace.recorder import EVALUATION, SAVE, SNAPSHOT, UPDATE, Recorder, clock_identity
 from pipeworker.wire.messages.checkpoint import Save
 from pipeworker.wire.messages.directions import Advance, Finish, FromWorker, ToWorker
 from pipeworker.wire.messages.plan import Described, Plan, Ready
@@ -69,6 +74,7 @@ class Worker:
         """None before the first message."""
         self._has_updated = False
         self._profiler: StepProfiler | None = None
+        self._recorder: Recorder | None = None
 
     @property
     def is_loaded(self) -> bool:
@@ -156,6 +162,7 @@ class Worker:
         has_state = planned.state.begin(plan)
         self._phase = connected = ConnectedWorker.connect(planned, plan, modelled.types)
         connected.begin(plan.steps, has_state=has_state)
+        self._recorder = self._make_recorder(loaded)
         if steps := loaded.role.options.profiled:
             folder, executor = loaded.run_dir.profiles, connected.executor
             rank, device = self._settings.rank, loaded.device
@@ -170,20 +177,50 @@ class Worker:
             unit_of(loaded.device),
         )
 
+    def _make_recorder(self, loaded: LoadedWorker) -> Recorder:
+        role, settings = loaded.role, self._settings
+        path = loaded.run_dir.worker_timeline(role.rank)
+        settings.ring.path = located(path)
+        start = {
+            "worker": role.rank,
+            "stages": " ".join(map(str, role.stages)),
+            "replica": role.replica,
+            "generation": settings.generation,
+            "host": socket.gethostname(),
+            "clock": clock_identity(),
+            "now": perf_counter(),
+            "time": time.time(),
+        }
+        return Recorder(path, start, streams.note)
+
+    def record(self) -> None:
+        """Record what the worker did because of the last message, which was answered just now."""
+        if self._recorder is not None:
+            self._recorder.write()
+
     def _advance(self, message: Advance, worker: ConnectedWorker) -> FromWorker | None:
+        recorder = self._recorder
+        assert recorder is not None, "the worker is connected"
+        command = message.next
+        recorded = isinstance(command, RunStep) and command.recorded
+        recorder.receive(getattr(command, "step", 0), recorded=recorded)
         worker.state.snapshots.stop_serving()
-        self._change(message.update, worker)
+        with recorder.during(UPDATE) if message.update else contextlib.nullcontext():
+            self._change(message.update, worker)
         if self._profiler is not None:
             self._profiler.advance(message)
         if message.copy is not None:
-            worker.state.copy(message.copy, worker.position)
+            with recorder.during(SNAPSHOT):
+                worker.state.copy(message.copy, worker.position)
         match message.next:
             case RunStep():
-                return self._run(message.next, worker)
+                return self._run(message.next, worker, recorder)
             case Evaluate():
-                return self.evaluate(message.next.step, worker.loaded.evaluation())
+                with recorder.during(EVALUATION):
+                    return self.evaluate(message.next.step, worker.loaded.evaluation())
             case Save():
-                return worker.state.save(message.next, worker.position)
+                with recorder.during(SAVE):
+                    return worker.state.save(message.next, worker.position)
             case Wait() | Finish():
                 return None
         return assert_never(message.next)
@@ -212,7 +249,7 @@ class Worker:
             self._tracker.wait(update.step)
             worker.stages.share_weights(self.connected.wiring)
 
-    def _run(self, run: RunStep, worker: ConnectedWorker) -> StepDone:
+    def _run(self, run: RunStep, worker: ConnectedWorker, recorder: Recorder) -> StepDone:
         if worker.loaded.job.steps_by_epoch and run.batch.microbatches:
             # Read one more mini-batch, to see whether the epoch ends with this step: a run that is
             # resumed has the same learning rates.
@@ -220,8 +257,10 @@ class Worker:
         if not run.first:
             worker.state.begin_step(lambda: worker.position)
         if run.actions:
-            worker.executor.set_actions(parse_actions(run.actions))
+            actions = parse_actions(run.actions)
+            recorder.use(worker.executor.set_actions(actions), actions)
         output = worker.executor.run(run)
+        recorder.run(output.times)
         return StepDone(
             self._settings.rank,
             run.step,
@@ -358,6 +397,8 @@ class Worker:
     def close(self) -> None:
         """Release channels and threads, and the memory that channels map."""
         self.end_profile()
+        if self._recorder is not None:
+            self._recorder.close()
         phase = self._phase
         if isinstance(phase, PlannedWorker):
             phase.state.close()

@@ -164,8 +164,8 @@ def _in_workers() -> None:
         original["waiting"](self, step, microbatch, layer, phase)
         _reach(phase.name.lower(), layer)
 
-    def program(actions: Sequence[Any], *rest: Any) -> Any:
-        compiled = original["program"](actions, *rest)
+    def program(actions: Sequence[Any], *rest: Any, **more: Any) -> Any:
+        compiled = original["program"](actions, *rest, **more)
         instructions = [
             (_with_failpoint(str(action), handle), m, watched)
             for action, (handle, m, watched) in zip(actions, compiled.instructions, strict=True)

@@ -38,7 +38,7 @@ from pipeworker.worker.stage.skips import StageSkips
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.step.batch_feed import BatchFeed
 from pipeworker.worker.step.evaluation import Explain, PassFailed
-from pipeworker.worker.step.executor import ActionHook, Executor, StepOutput
+from pipeworker.worker.step.executor import Executor, StepOutput
 from pipeworker.worker.step.wiring import Wiring
 from pipeworker.worker.transport.send_thread import SendThread
 from pipeworker.worker.update.ties import Ties
@@ -103,7 +103,6 @@ class Pipeline:
 
     Args:
         devices: one per worker, instead of the CPU.
-        hooks: hook of each worker's loop, instead of the default.
 
     Attributes:
         layers: layers of replica 0, each built from its worker's own copy of the model; `stages`,
@@ -128,7 +127,6 @@ class Pipeline:
         compiler: str | None = None,
         sharded: bool = False,
         devices: Sequence[LateDevice] = (),
-        hooks: Sequence[ActionHook] = (),
     ) -> None:
         placement, self.way, self.microbatches = way.placement, way, microbatches
         self._ranges = partition.ranges(balance or partition.even(len(layers), placement.stages))
@@ -138,7 +136,7 @@ class Pipeline:
         self._tied = ties.placed(found, self._ranges)
         self._routes = between_stages(skips, self._ranges)
         self._deferred, self._compiler, self._sharded = deferred, compiler, sharded
-        self._devices, self._hooks = devices, hooks
+        self._devices = devices
         most = len(block(microbatches, placement.replicas, 0))
         used = [(e, r) for e in edges(self.schedule(most)) for r in range(placement.replicas)]
         used += [(edge, -1) for edge in replica_edges(placement)]
@@ -208,7 +206,6 @@ class Pipeline:
         stages = {index: parts.stages[index] for index in indices}
         own_ties = {index: parts.ties[index] for index in indices if index in parts.ties}
         source = reader if 0 in indices else None
-        hook = self._hooks[rank] if self._hooks else None
         device = self._devices[rank] if self._devices else None
         send_thread = SendThread() if device else None
         wiring = Wiring(
@@ -217,7 +214,7 @@ class Pipeline:
         self.wirings.append(wiring)
         last = placement.stages - 1 in indices
         feed = BatchFeed(tracker, wiring.scatter, source, moves_targets=last, accelerator=device)
-        self.executors.append(Executor(wiring, placement, feed, hook))
+        self.executors.append(Executor(wiring, placement, feed))
 
     def _copies(self, rank: int) -> Copies:
         return StreamCopies(self._devices[rank], least=1) if self._devices else LateCopies()

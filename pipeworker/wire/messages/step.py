@@ -100,6 +100,7 @@ class RunStep:
         first: the number of its first micro-batch within the step, for the random streams.
         loss_scale: multiplies the gradients during backward (fp16).
         complete: whether it completes the step's gradients: then replicas add theirs up.
+        recorded: whether the worker records when its actions began and ended.
     """
 
     step: int
@@ -109,6 +110,7 @@ class RunStep:
     first: int = 0
     loss_scale: float = 1.0
     complete: bool = True
+    recorded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

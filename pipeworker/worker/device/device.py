@@ -121,6 +121,13 @@ class EventStopwatch(Stopwatch):
         self._free += marks
         return milliseconds / 1e3
 
+    def offsets(self, marks: Sequence[Any]) -> list[float]:
+        """Return the seconds from the first mark to each, and wait for the device."""
+        marks[-1].synchronize()
+        found = [marks[0].elapsed_time(mark) / 1e3 for mark in marks]
+        self._free += marks
+        return found
+
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
     """Return a stopwatch for a device."""

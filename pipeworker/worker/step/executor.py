@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import compress
+from time import perf_counter
 from typing import Any
-
-import torch
 
 from pipeworker.facts.position import Phase
 from pipeworker.plan.actions import (
@@ -26,9 +26,10 @@ from pipeworker.plan.columns import columns_of, peak_live
 from pipeworker.plan.connect import lags
 from pipeworker.plan.partition import block
 from pipeworker.plan.placement import Placement
+from pipeworker.trace.ring import MiniBatchTimes, Ring
 from pipeworker.wire.messages.step import RunStep
 from pipeworker.worker.data.reader import MicroBatches, sample_shares
-from pipeworker.worker.device.device import stopwatch_for
+from pipeworker.worker.device.device import EventStopwatch, stopwatch_for
 from pipeworker.worker.stage import losses
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.values import distinct_tensors
@@ -39,7 +40,7 @@ from pipeworker.worker.step.stage_channels import Handler, StageChannels, waitin
 from pipeworker.worker.step.wiring import Wiring
 
 Instruction = tuple[Handler, int, bool]
-"""The handler of an action, the number of its micro-batch, and whether the hook watches it."""
+"""The handler of an action, the number of its micro-batch, and whether a device performs it."""
 
 _BUSY = COMPUTE | {Kind.LOAD}
 _COMPUTES: dict[Kind, Callable[[StageChannels], Handler]] = {
@@ -57,11 +58,13 @@ class Program:
     """The actions of a worker for one mini-batch, which were checked, as the loop runs them.
 
     Attributes:
+        number: identifies the program among those of the worker.
         order: numbers of the frames that each receiver gets, in order.
         recompute, split_backward, offload: by stage, the micro-batches that are recomputed, whose
             backward is two actions, whose graphs are kept in the host's memory.
     """
 
+    number: int = 0
     actions: Sequence[Action] = ()
     instructions: Sequence[Instruction] = ()
     order: dict[Edge, list[int]] = field(default_factory=dict)
@@ -80,12 +83,18 @@ class Program:
 
 
 def compile_program(
-    actions: Sequence[Action], wiring: Wiring, load: Handler, watches: Callable[[Action], bool]
+    actions: Sequence[Action], wiring: Wiring, load: Handler, number: int, *, on_device: bool
 ) -> Program:
-    """Find the handler of each action; `load` reads the next mini-batch."""
+    """Find the handler of each action; `load` reads the next mini-batch.
+
+    `on_device`: layers compute on a device with a clock of its own.
+    """
     backward = {action.stage for action in actions if action.kind in INPUTS}
     handler = cache(partial(_handler, wiring, load, backward))
-    instructions = [(handler(a.kind, a.stage, a.peer), a.microbatch, watches(a)) for a in actions]
+    instructions = [
+        (handler(a.kind, a.stage, a.peer), a.microbatch, on_device and a.kind in _BUSY)
+        for a in actions
+    ]
     order: dict[Edge, list[int]] = {
         e: list(wiring.ties[e.target].frames(e.source)) if e.payload is Payload.TIED else []
         for e in wiring.receivers
@@ -100,7 +109,7 @@ def compile_program(
         }
         for kind in (Kind.RECOMPUTE, Kind.BACKWARD_INPUT, Kind.FETCH)
     )
-    return Program(actions, instructions, order, *flags)
+    return Program(number, actions, instructions, order, *flags)
 
 
 def _handler(
@@ -126,38 +135,31 @@ def _handler(
     return _COMPUTES[kind](channels)
 
 
-class ActionHook:
-    """The observer of a worker's actions; an action that is not watched costs nothing.
+def _set_device_times(program: Program, times: memoryview[float], offsets: Sequence[float]) -> None:
+    """Set the times of what a device performed, from the offsets of its begins and ends.
 
-    It measures how long the worker computes and reads data, on its device's clock.
-
-    Attributes:
-        mark: returns a mark of the present time; called just before and after each watched action.
+    The device is idle when it is given the first action, so its clock is set by that moment.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stopwatch = stopwatch_for(device)
-        self.mark: Callable[[], Any] = self._stopwatch.mark
-
-    def watches(self, action: Action) -> bool:
-        """Return whether to mark this action; asked once for each program."""
-        return action.kind in _BUSY
-
-    def finish(self, step: int, actions: Sequence[Action], marks: Sequence[Any]) -> float:
-        """Return the seconds that the worker was busy, from all marks of a complete step."""
-        return self._stopwatch.seconds(marks)
+    places = [2 * n for n, (_, _, on_device) in enumerate(program.instructions) if on_device]
+    base = times[places[0]]
+    for place, begin, end in zip(places, offsets[::2], offsets[1::2], strict=True):
+        times[place], times[place + 1] = base + begin, base + end
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The losses and counts of a mini-batch by micro-batch, and the seconds the worker was busy.
+    """The losses and counts of a mini-batch by micro-batch, and when its actions were performed.
 
     Only the worker with the last stage has losses, and counts if ``loss`` returns pairs.
+
+    Attributes:
+        busy: seconds that the worker computed and read data.
     """
 
     losses: tuple[float, ...]
     counts: tuple[float, ...]
     busy: float
+    times: MiniBatchTimes
 
 
 class Executor:
@@ -172,27 +174,36 @@ class Executor:
         wiring: Wiring,
         placement: Placement,
         feed: BatchFeed,
-        hook: ActionHook | None = None,
+        ring: Ring | None = None,
     ) -> None:
         stage = next(iter(wiring.stages.values())).stage
         self._wiring, self._replicas = wiring, placement.replicas
         self._last = wiring.stages.get(placement.stages - 1)
         self._behind = lags(placement)
         self._tracker = stage.tracker
-        self._hook = hook or ActionHook(stage.device)
+        self._ring = ring or Ring()
+        watch = stopwatch_for(stage.device)
+        self._stopwatch = watch if isinstance(watch, EventStopwatch) else None
         self._program = Program()
         self._labels = False
         self._step = 0
         self.feed = feed
 
-    def set_actions(self, actions: Sequence[Action]) -> None:
-        """Run these actions from the next step on."""
-        program = compile_program(actions, self._wiring, self.feed.load, self._hook.watches)
+    def set_actions(self, actions: Sequence[Action]) -> int:
+        """Run these actions from the next step on; return the number of their program."""
+        program = compile_program(
+            actions,
+            self._wiring,
+            self.feed.load,
+            self._program.number + 1,
+            on_device=self._stopwatch is not None,
+        )
         if self._labels:
             named = zip(program.instructions, actions, strict=True)
             labels = [(labelled(handle, str(a)), m, watch) for (handle, m, watch), a in named]
             program = replace(program, instructions=labels)
         self._program = program
+        return program.number
 
     def label(self, labels: bool) -> None:
         """Decide whether torch's profiler shows each action under its name."""
@@ -216,17 +227,21 @@ class Executor:
             UserCodeError: the user's code raised; the tracker has the position.
         """
         self._begin(run)
-        hook, program = self._hook, self._program
-        mark = hook.mark
+        program, ring, began = self._program, self._ring, perf_counter()
+        count = len(program.instructions)
+        times = ring.begin(run.step, run.first, program.number, count, began)
         marks: list[Any] = []
-        add = marks.append
-        for handle, microbatch, watched in program.instructions:
-            if watched:
-                add(mark())
+        mark, now, at = self._stopwatch.mark if self._stopwatch else None, perf_counter, 0
+        for handle, microbatch, on_device in program.instructions:
+            times[at] = now()
+            if mark is not None and on_device:
+                marks.append(mark())
                 handle(microbatch)
-                add(mark())
+                marks.append(mark())
             else:
                 handle(microbatch)
+            times[at + 1] = now()
+            at += 2
         self._tracker.wait(run.step)
         self._wiring.flush()
         for channels in self._wiring.stages.values():
@@ -234,7 +249,14 @@ class Executor:
         self._tracker.wait(run.step)
         results = losses.shares(self._last.microbatches.values() if self._last else ())
         self._wiring.clear()
-        return StepOutput(*results, hook.finish(run.step, program.actions, marks))
+        if self._stopwatch is not None and marks:
+            _set_device_times(program, times, self._stopwatch.offsets(marks))
+        every: Sequence[float] = times.tolist()
+        ring.end()
+        busy = [action.kind in _BUSY for action in program.actions]
+        spent = sum(compress(every[1::2], busy)) - sum(compress(every[::2], busy))
+        recorded = MiniBatchTimes(run.step, run.first, program.number, began, tuple(every))
+        return StepOutput(*results, spent, recorded)
 
     def _begin(self, run: RunStep) -> None:
         batch, wiring, program = run.batch, self._wiring, self._program

@@ -16,10 +16,7 @@ from torch import nn
 from torch.utils._pytree import register_pytree_node
 
 from pipeworker.plan.placement import Placement
-from pipeworker.worker.stage.cut.calls import arguments
-from pipeworker.worker.stage.cut.part import Cut, plan_of
-from pipeworker.worker.stage.cut.plan import CutPlan
-from pipeworker.worker.transport.structure import NO_TYPES
+from support.cut_modules import Whole, cut, mse, pipeline_of, sgd
 from support.pipelines import MODES, Pipeline, filled
 from support.plain_loop import assert_equal, plain
 
@@ -162,11 +159,6 @@ def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> Any:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def mse(output: Any, target: torch.Tensor) -> Any:
-    value = output["out"] if isinstance(output, dict) else output
-    return ((value - target) ** 2).mean()
-
-
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Iterator[Any]], Any]] = {
     "language": (Language, language, cross_entropy),
     "masked": (Language, masked, cross_entropy),
@@ -179,39 +171,6 @@ def build(name: str) -> tuple[nn.Module, list[Any], Any]:
     make, batches, loss = CASES[name]
     torch.manual_seed(3)
     return make(), list(batches()), loss
-
-
-def sample_of(batch: Any) -> Any:
-    return torch.utils._pytree.tree_map(lambda t: t[:2], batch[0])
-
-
-def cut(module: nn.Module, batch: Any) -> tuple[CutPlan, list[nn.Module]]:
-    plan = CutPlan.unpack(plan_of(module, NO_TYPES, sample_of(batch)).pack())
-    return plan, list(Cut(module, NO_TYPES, CPU, plan).parts_of(module).values())
-
-
-def pipeline_of(
-    module: nn.Module, batches: list[Any], loss: Any, stages: int, mode: str
-) -> Pipeline:
-    plan, layers = cut(copy.deepcopy(module), batches[0])
-    way = filled(Placement.identity(stages), mode)
-    return Pipeline(layers, loss, batches, way, microbatches=2, skips=plan.skips(), optimizer=sgd)
-
-
-class Whole(nn.Module):
-    """The module as the only layer of a plain loop."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, value: Any) -> Any:
-        args, kwargs = arguments(value)
-        return self.module(*args, **kwargs)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 @pytest.mark.parametrize(("stages", "mode"), [*zip((1, 2, 3, 3), MODES, strict=True)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -16,10 +17,9 @@ from torch import nn
 from pipeworker.errors import UsageError
 from pipeworker.facts.position import Phase
 from pipeworker.plan import partition
-from pipeworker.plan.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
+from pipeworker.plan.actions import COMPUTE, RECEIVES, SENDS, Kind
 from pipeworker.plan.placement import Placement
 from pipeworker.worker.blame import UserCodeError
-from pipeworker.worker.step.executor import ActionHook
 from support.draws import draws
 from support.layers import Apply, Layer, data, mse
 from support.pipelines import MODES, Pipeline, filled
@@ -342,59 +342,42 @@ def test_a_loss_that_depends_on_no_parameter_is_rejected() -> None:
         pipeline.step(1, last=True)
 
 
-class EventLog(ActionHook):
-    """A hook that watches every action, and logs its marks among the calls of a layer.
+def test_the_begin_and_end_of_every_action_are_recorded() -> None:
+    """Those of sends and receives too; a layer's calls are between the times of its action."""
+    calls: list[dict[str, list[float]]] = [{}, {}]
 
-    Attributes:
-        events: "mark" for each call of `mark`, and what the layer of the worker has logged.
-        actions: actions passed to `finish`, by step.
-        marks: marks passed to `finish`, by step; each is an index into `events`.
-    """
+    def logged(log: dict[str, list[float]]) -> Layer:
+        def note(name: str) -> None:
+            log.setdefault(name, []).append(perf_counter())
 
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self.actions: dict[int, tuple[Action, ...]] = {}
-        self.marks: dict[int, list[int]] = {}
-
-    def watches(self, action: Action) -> bool:
-        return True
-
-    def mark(self) -> int:
-        self.events.append("mark")
-        return len(self.events) - 1
-
-    def finish(self, step: int, actions: Sequence[Action], marks: Sequence[Any]) -> float:
-        self.actions[step], self.marks[step] = tuple(actions), list(marks)
-        return 0.0
-
-
-def test_a_hook_that_watches_every_action_sees_each_in_order_from_begin_to_end() -> None:
-    """Sends and receives are watched too; a layer's calls are between the marks of its action."""
-    hooks = [EventLog(), EventLog()]
-
-    def logged(log: EventLog) -> Layer:
         def call(x: torch.Tensor) -> torch.Tensor:
-            log.events.append("forward")
-            x.register_hook(lambda _: log.events.append("backward"))  # type: ignore
+            note("forward")
+            x.register_hook(lambda _: note("backward"))  # type: ignore
             return x
 
         return Layer(call)
 
-    layers = [nn.Linear(6, 6), logged(hooks[0]), nn.Linear(6, 2), logged(hooks[1])]
-    pipeline = fill_drain(layers, data(6, 6), balance=(2, 2), recompute="never", hooks=hooks)
+    layers = [nn.Linear(6, 6), logged(calls[0]), nn.Linear(6, 2), logged(calls[1])]
+    pipeline = fill_drain(layers, data(6, 6), balance=(2, 2), recompute="never")
     for step in (1, 2):
-        pipeline.step(step, last=step == 2)
-    for worker, hook in enumerate(hooks):
-        planned = tuple(pipeline.schedule(3).workers[worker])
-        kinds = {action.kind for action in planned}
-        assert kinds & RECEIVES.keys()
-        assert kinds & SENDS.keys()
-        for step in (1, 2):
-            assert hook.actions[step] == planned
-            marks = hook.marks[step]
-            assert len(marks) == 2 * len(planned)
-            assert marks == sorted(set(marks))
-            for action, begin, end in zip(planned, marks[::2], marks[1::2], strict=True):
-                name = "forward" if action.kind is Kind.FORWARD else "backward"
-                assert hook.events[begin + 1 : end] == [name] * (action.kind in COMPUTE), action
-        assert len(hook.events) == 2 * 2 * (len(planned) + 3)
+        began = perf_counter()
+        outputs = pipeline.step(step, last=step == 2)
+        for worker, output in enumerate(outputs):
+            planned = tuple(pipeline.schedule(3).workers[worker])
+            kinds = {action.kind for action in planned}
+            assert kinds & RECEIVES.keys()
+            assert kinds & SENDS.keys()
+            recorded = output.times
+            assert recorded.step == step
+            assert began <= recorded.began <= recorded.times[0]
+            assert len(recorded.times) == 2 * len(planned)
+            assert recorded.times == tuple(sorted(recorded.times))
+            busy = 0.0
+            begins, ends = recorded.times[::2], recorded.times[1::2]
+            for action, begin, end in zip(planned, begins, ends, strict=True):
+                busy += (end - begin) * (action.kind in COMPUTE | {Kind.LOAD})
+                if action.kind in COMPUTE:
+                    name = "forward" if action.kind is Kind.FORWARD else "backward"
+                    assert begin < calls[worker][name].pop(0) < end, action
+            assert output.busy == pytest.approx(busy)
+            assert calls[worker] == {"forward": [], "backward": []}

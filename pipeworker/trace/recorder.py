@@ -1,0 +1,165 @@
+"""The recorder of a worker: what it did and when, as rows of the run's ``timeline/``.
+
+A row has the times of one mini-batch: of each action, and of what happened before it since the
+coordinator's command arrived. Times are those of a clock that all processes of a host have in
+common. They are written behind the answer to the coordinator, while the worker waits anyway.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+
+from pipeworker.plan.actions import Action, format_actions
+from pipeworker.record.metrics.rows import Row, Rows
+from pipeworker.trace.ring import MiniBatchTimes, Ring
+
+UPDATE, SNAPSHOT, SAVE, EVALUATION = "update", "snapshot", "save", "evaluation"
+_ALWAYS = (SAVE, EVALUATION)
+"""What is recorded whether or not the step is: it is seldom, and takes long."""
+
+
+def clock_identity() -> str:
+    """Return a text that is equal for processes whose clocks show the same."""
+    if sys.platform != "linux":
+        return socket.gethostname()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    try:
+        offsets = Path("/proc/self/timens_offsets").read_text().split()
+    except OSError:  # a kernel without namespaces for clocks
+        offsets = []
+    return "/".join([boot, *offsets])
+
+
+def microseconds(base: float, times: Sequence[float]) -> list[int]:
+    """Return times in seconds as differences: of the first one from `base`, of each from the last.
+
+    The sum of the first n differences is the n-th time in microseconds, without an error that adds
+    up.
+    """
+    whole = np.rint((np.asarray(times) - base) * 1e6).astype(np.int64)
+    return list(map(int, np.diff(whole, prepend=0)))
+
+
+def seconds(base: float, differences: Sequence[int]) -> list[float]:
+    """Return the times of which :func:`microseconds` has made differences."""
+    return [float(at) for at in base + np.cumsum(differences) / 1e6]
+
+
+def row_of(times: MiniBatchTimes) -> Row:
+    """Return the row of a mini-batch."""
+    return {
+        "step": times.step,
+        "first": times.first,
+        "program": times.program,
+        "began": round(times.began, 6),
+        "times": microseconds(round(times.began, 6), times.times),
+    }
+
+
+def record_unfinished(ring: Ring) -> None:
+    """Record the mini-batch in which a worker has died, if there is one, for the worker."""
+    times = ring.unfinished()
+    if times is None or not ring.path:
+        return
+    with suppress(OSError):  # as the disk of the worker's timeline, which no job depends on
+        rows = Rows(Path(ring.path))
+        try:
+            rows.add(row_of(times) | {"lost": True})
+        finally:
+            rows.close()
+
+
+@dataclass(slots=True)
+class _Command:
+    """What a worker does because of one command of the coordinator."""
+
+    received: float
+    step: int = 0
+    recorded: bool = False
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    times: MiniBatchTimes | None = None
+
+    def row(self, answered: float) -> Row:
+        """Return the row of this command, which was answered at a time."""
+        base = round(self.received, 6)
+        found: Row = {"step": self.step, "received": base}
+        if self.spans:
+            found["spans"] = [
+                [name, *microseconds(base, (begin, end))] for name, begin, end in self.spans
+            ]
+        if self.times is not None and self.recorded:
+            found |= row_of(self.times)
+        return found | {"answered": round(answered, 6)}
+
+
+class Recorder:
+    """Records what a worker does because of the coordinator's commands.
+
+    Args:
+        path: the file, which may have rows of an earlier process.
+        start: the first row of this process: what is known of the worker.
+        note: called with why nothing more is recorded, if the file cannot be written.
+    """
+
+    def __init__(self, path: Path, start: Row, note: Callable[[str], None]) -> None:
+        self._path, self._start, self._note = path, start, note
+        self._rows: Rows | None = None
+        self._command = _Command(perf_counter())
+        self._after_recorded = self._is_broken = False
+
+    def receive(self, step: int, *, recorded: bool) -> None:
+        """Note that a command of a step has arrived; `recorded`: the times of its actions are."""
+        self._after_recorded = self._command.recorded
+        self._command = _Command(perf_counter(), step, recorded)
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """Note when something began and ended that is no action."""
+        began = perf_counter()
+        yield
+        self._command.spans.append((name, began, perf_counter()))
+
+    def use(self, program: int, actions: Sequence[Action]) -> None:
+        """Write the actions of a program, which rows refer to by its number."""
+        self._add({"program": program, "actions": format_actions(actions)})
+
+    def run(self, times: MiniBatchTimes) -> None:
+        """Note when the actions of a mini-batch began and ended."""
+        self._command.times = times
+
+    def write(self) -> None:
+        """Write what is to be recorded of the command, which was answered just now.
+
+        A command after one that is recorded has a row, because it shows how long the worker waited.
+        """
+        command = self._command
+        lasting = any(name in _ALWAYS for name, _, _ in command.spans)
+        if command.recorded or self._after_recorded or lasting:
+            self._add(command.row(perf_counter()))
+
+    def _add(self, row: Row) -> None:
+        if self._is_broken:
+            return
+        try:
+            if self._rows is None:
+                self._path.parent.mkdir(exist_ok=True)
+                self._rows = Rows(self._path)
+                self._rows.add(self._start)
+            self._rows.add(row)
+        except OSError as error:
+            self._is_broken = True
+            self._note(f"the timeline is not recorded any more: {error}")
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._rows is not None:
+            self._rows.close()
+            self._rows = None

@@ -1,0 +1,41 @@
+"""Which mini-batches are recorded: as many as the timeline has room for. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pipeworker.plan.schedule import Schedule
+
+BYTES_A_MINUTE = 5 << 20
+"""What the timeline of a job may grow by, over all of its workers."""
+_AT_ONCE = 1 << 20
+_OF_AN_ACTION = 10
+"""The begin and end of an action as differences in microseconds, with their commas."""
+_OF_A_ROW = 150
+
+
+def row_bytes(replicas: Iterable[Schedule]) -> int:
+    """Estimate the bytes of the rows of one mini-batch, of all workers of these replicas."""
+    workers = [actions for schedule in replicas for actions in schedule.workers]
+    return sum(_OF_A_ROW + _OF_AN_ACTION * len(actions) for actions in workers)
+
+
+class Sampling:
+    """The bytes that rows may have now; they grow with time."""
+
+    def __init__(self) -> None:
+        self._left, self._at = float(_AT_ONCE), 0.0
+
+    def takes(self, size: int, now: float) -> bool:
+        """Return whether rows of `size` bytes are recorded, at a time in seconds.
+
+        Rows that are larger than all that may be left are recorded when as much is left.
+        """
+        if self._at:
+            grown = (now - self._at) * BYTES_A_MINUTE / 60
+            self._left = min(float(_AT_ONCE), self._left + grown)
+        self._at = now
+        if self._left < min(size, _AT_ONCE):
+            return False
+        self._left -= size
+        return True

@@ -1,0 +1,159 @@
+"""The recorder of a worker: its ring, its rows, and which steps have them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from time import perf_counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeworker.plan.actions import format_actions, parse_actions
+from pipeworker.plan.orders import ORDERS
+from pipeworker.plan.placement import Placement
+from pipeworker.record.metrics.rows import Row
+from pipeworker.trace.recorder import (
+    EVALUATION,
+    UPDATE,
+    Recorder,
+    microseconds,
+    record_unfinished,
+    seconds,
+)
+from pipeworker.trace.ring import CAPACITY, MiniBatchTimes, Ring
+from pipeworker.trace.sampling import BYTES_A_MINUTE, Sampling, row_bytes
+
+ACTIONS = parse_actions("0F0 0>A0 0L0 0<G0 0B0")
+
+
+def rows(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@given(st.floats(0, 1e6), st.lists(st.floats(0, 1000), max_size=50))
+def test_differences_in_microseconds_add_up_to_the_times(base: float, offsets: list[float]) -> None:
+    times = [base + offset for offset in sorted(offsets)]
+    found = microseconds(base, times)
+    assert min(found, default=0) >= 0
+    assert seconds(base, found) == pytest.approx(times, abs=6e-7)
+
+
+def test_a_ring_has_the_times_of_the_mini_batch_that_has_begun() -> None:
+    ring = Ring()
+    assert ring.unfinished() is None
+    began = perf_counter()
+    times = ring.begin(3, 8, 2, 5, began)
+    for place in range(5):  # in the third action
+        times[place] = began + place
+    at = tuple(began + place for place in range(5))
+    assert ring.unfinished() == MiniBatchTimes(3, 8, 2, began, at)
+    later = began + 100
+    times = ring.begin(4, 0, 2, 5, later)
+    times[0] = later
+    assert ring.unfinished() == MiniBatchTimes(4, 0, 2, later, (later,))
+    ring.end()
+    assert ring.unfinished() is None
+    del times
+    ring.close()
+
+
+def test_a_ring_survives_its_writer() -> None:
+    ring = Ring()
+    if (pid := os.fork()) == 0:
+        ring.path = "somewhere"
+        ring.begin(1, 0, 1, 2, 1.0)[0] = 2.0
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert ring.path == "somewhere"
+    assert ring.unfinished() == MiniBatchTimes(1, 0, 1, 1.0, (2.0,))
+
+
+def test_more_actions_than_the_ring_has_memory_for_do_not_outlive_the_worker() -> None:
+    ring = Ring()
+    times = ring.begin(1, 0, 1, CAPACITY + 1, 1.0)
+    times[2 * CAPACITY + 1] = 5.0
+    assert len(times) == 2 * CAPACITY + 2
+    assert ring.unfinished() is None
+
+
+def test_rows_of_what_is_recorded_and_of_the_command_after_it(tmp_path: Path) -> None:
+    path = tmp_path / "timeline" / "worker-0.jsonl"
+    recorder = Recorder(path, {"worker": 0}, pytest.fail)
+    recorder.use(1, ACTIONS)
+    for step in (1, 2, 3):
+        recorder.receive(step, recorded=step == 1)
+        with recorder.during(UPDATE):
+            began = perf_counter()
+        recorder.run(MiniBatchTimes(step, 0, 1, began, tuple(began + n for n in range(10))))
+        recorder.write()
+    recorder.receive(3, recorded=False)
+    with recorder.during(EVALUATION):
+        pass
+    recorder.write()
+    recorder.close()
+    first, program, one, two, evaluation = rows(path)
+    assert first == {"worker": 0}
+    assert program == {"program": 1, "actions": format_actions(ACTIONS)}
+    assert one["step"] == 1
+    assert one["times"] == [0, *[1_000_000] * 9]
+    assert [name for name, *_ in one["spans"]] == [UPDATE]
+    assert one["received"] <= one["began"] <= one["answered"]
+    assert two["step"] == 2
+    assert "times" not in two
+    assert two["received"] >= one["answered"]
+    assert [name for name, *_ in evaluation["spans"]] == [EVALUATION]
+
+
+def test_a_file_that_cannot_be_written_ends_the_recording_and_not_the_job(tmp_path: Path) -> None:
+    (tmp_path / "timeline").write_text("no folder")
+    notes: list[str] = []
+    recorder = Recorder(tmp_path / "timeline" / "worker-0.jsonl", {}, notes.append)
+    for step in (1, 2):
+        recorder.receive(step, recorded=True)
+        recorder.write()
+    assert len(notes) == 1
+    assert "the timeline is not recorded any more" in notes[0]
+
+
+def test_what_a_dead_worker_had_begun_is_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "worker-0.jsonl"
+    ring = Ring()
+    record_unfinished(ring)  # it has begun nothing
+    ring.path = str(path)
+    times = ring.begin(7, 0, 1, 5, 10.0)
+    times[0], times[1], times[2] = 10.0, 10.5, 11.0
+    record_unfinished(ring)
+    (row,) = rows(path)
+    times_in_row = [0, 500_000, 500_000]
+    wanted = {"step": 7, "first": 0, "program": 1, "began": 10.0, "times": times_in_row}
+    assert row == {**wanted, "lost": True}
+
+
+def test_samples_grow_by_a_bounded_number_of_bytes_a_minute() -> None:
+    sampling, taken = Sampling(), []
+    for tick in range(60_000):  # ten minutes of steps of 10 ms
+        if sampling.takes(20_000, 100 + tick / 100):
+            taken.append(tick)
+    assert len(taken) * 20_000 == pytest.approx(10 * BYTES_A_MINUTE, rel=0.03)
+    assert taken[:10] == [*range(10)]
+    assert Sampling().takes(1 << 40, 1.0)  # of steps that are too large for any minute, one
+
+
+def test_the_estimate_of_a_row_is_near(tmp_path: Path) -> None:
+    schedule = ORDERS["1f1b"].build(Placement.identity(4), 16, ["never"] * 4)
+    written = 0
+    for rank, actions in enumerate(schedule.workers):
+        path = tmp_path / f"worker-{rank}.jsonl"
+        recorder = Recorder(path, {}, pytest.fail)
+        recorder.receive(1, recorded=True)
+        with recorder.during(UPDATE):
+            pass
+        gaps = [4 if place % 2 == 0 else 10_345 for place in range(2 * len(actions))]
+        recorder.run(MiniBatchTimes(1, 0, 1, 36_000.123456, tuple(seconds(36_000.123456, gaps))))
+        recorder.write()
+        recorder.close()
+        written += len(path.read_text().splitlines()[1])
+    assert row_bytes([schedule]) == pytest.approx(written, rel=0.15)
