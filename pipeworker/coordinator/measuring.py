@@ -20,6 +20,9 @@ from pipeworker.wire.messages.profile import Measure, Measured
 _LOCAL = (60e-6, 1 / 4e9)
 _REMOTE = (150e-6, 1 / 1e9)
 """Latency in seconds and seconds per byte of a transfer on one host, and to another one."""
+_HANDLING = 100e-6
+"""Seconds of a send or a receive on a worker that computes on the CPU: an ordinary one, between
+layers that leave nothing of it in the caches."""
 _ALIKE = 0.1
 """The relative difference up to which two unlike devices count as equally fast."""
 
@@ -147,6 +150,7 @@ class Measuring:
             max(self.machines[rank].base_bytes for rank in ranks),
             latency,
             seconds_per_byte,
+            _HANDLING if on_host else 0.0,
             not self.counted,
             loss.saved_bytes,
             loss.saved_input_bytes,

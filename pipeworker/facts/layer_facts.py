@@ -80,6 +80,8 @@ class NetworkFacts:
         base_bytes: bytes of a worker's process without layers.
         latency: seconds that a transfer between two workers takes besides its bytes.
         seconds_per_byte: what each of its bytes adds.
+        handling: seconds that a worker takes to send or to receive a value, in which it does not
+            compute.
         measured: whether seconds were measured; else they are counts of operations.
         loss_saved_bytes: bytes that the loss's graph keeps of a micro-batch, besides the output and
             the target.
@@ -107,6 +109,7 @@ class NetworkFacts:
     base_bytes: int = 0
     latency: float = 0.0
     seconds_per_byte: float = 0.0
+    handling: float = 0.0
     measured: bool = True
     loss_saved_bytes: int = 0
     loss_saved_input_bytes: int = 0

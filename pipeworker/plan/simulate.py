@@ -14,6 +14,8 @@ from pipeworker.plan.schedule import CHANNEL_CAPACITY, Schedule, is_bounded
 
 FULL = "full"
 """A cause of idle time, besides the payload that a worker waits for: its channel is full."""
+HANDLING = "handling"
+"""A cause of idle time: the worker itself sends or receives, and its device waits."""
 END = "end"
 """A cause of idle time: another worker has not finished the step yet."""
 
@@ -24,7 +26,8 @@ class Costs:
 
     A recompute costs as much as a forward. The second part of a split backward costs what the first
     (`backward_input`) leaves of `backward`. A transfer costs what `transfers` has for its channel,
-    or else what `transfer` has for its payload.
+    or else what `transfer` has for its payload. A send or a receive takes its worker `handling`,
+    besides what it waits for.
     """
 
     forward: tuple[float, ...]
@@ -32,6 +35,7 @@ class Costs:
     backward_input: tuple[float, ...]
     transfer: Mapping[Payload, float] = field(default_factory=dict)
     transfers: Mapping[Edge, float] = field(default_factory=dict)
+    handling: float = 0.0
 
     @staticmethod
     def even(stages: int, forward: float = 1.0, backward: float = 2.0) -> Costs:
@@ -64,7 +68,7 @@ class Timing:
     Attributes:
         makespan: duration of the step.
         busy: time of computing, by stage.
-        idle: time of waiting, by worker and by cause: a payload, FULL or END.
+        idle: time of waiting, by worker and by cause: a payload, FULL, HANDLING or END.
     """
 
     makespan: float
@@ -117,7 +121,7 @@ def simulate(
     """
     stages = schedule.placement.stages
     costs = costs or Costs.even(stages)
-    count = len(schedule.workers)
+    count, handling = len(schedule.workers), costs.handling
     at, clock = [0] * count, [0.0] * count
     busy = [0.0] * stages
     idle: list[dict[str, float]] = [{} for _ in range(count)]
@@ -158,6 +162,9 @@ def simulate(
                     cause = FULL if act.sends else through.payload
                     waits[cause] = waits.get(cause, 0.0) + then - now
                     now = then
+                if handling:
+                    waits[HANDLING] = waits.get(HANDLING, 0.0) + handling
+                    now += handling
                 if act.sends:
                     through.frames.append(now + through.transfer)
                     if through.unbounded:

@@ -84,6 +84,7 @@ def test_unlike_layers_are_measured_once_by_as_many_workers_as_there_are() -> No
         base_bytes=50,
         latency=60e-6,
         seconds_per_byte=1 / 4e9,
+        handling=100e-6,
         maps_frames=True,
         updates_at_once=False,
     )

@@ -72,6 +72,7 @@ def networks(draw: st.DrawFn, least: int = 4, most: int = 9, workers: int = 4) -
         base_bytes=draw(_BYTES),
         latency=draw(st.sampled_from([0.0, 0.25])),
         seconds_per_byte=draw(st.sampled_from([0.0, 0.015625])),
+        handling=draw(st.sampled_from([0.0, 0.03125])),
         loss_saved_bytes=draw(_BYTES),
         loss_saved_input_bytes=draw(_BYTES),
         loss_working_bytes=draw(_BYTES),

@@ -16,15 +16,12 @@ from pipeworker.plan.actions import Payload
 from pipeworker.plan.partition import ranges
 from pipeworker.plan.planner.costs import Range, Seconds
 from pipeworker.plan.planner.stages import Divisions, Judged
-from pipeworker.plan.planner.step_graph import Counts, Path
-
-_CHANNELS = (Payload.ACTIVATION, Payload.GRADIENT, Payload.TARGET)
-"""Payloads whose channels do not depend on the balance."""
+from pipeworker.plan.planner.step_graph import COMMON, Counts, Path
 
 
 def is_common(path: Path) -> bool:
     """Return whether a path is one through the step of every balance."""
-    return all(edge.payload in _CHANNELS for edge, _ in path.transfers)
+    return all(edge.payload in COMMON for edge, _ in path.transfers)
 
 
 class _Known(NamedTuple):
@@ -115,7 +112,8 @@ class Bounds:
             self._transfers(crossed, at)
             for crossed, at in zip(crossings, self._cuts[:-1], strict=True)
         ]
-        return _Known(path, sum(stages) + sum(transfers), stages, crossings, transfers)
+        total = sum(stages) + sum(transfers) + path.handled * divisions.facts.handling
+        return _Known(path, total, stages, crossings, transfers)
 
     def _transfers(self, crossings: tuple[int, int], at: int) -> float:
         """Return the seconds of a path's transfers at a cut behind `at` layers."""

@@ -90,6 +90,7 @@ def stage_costs(costs: LayerCosts, ranges: Sequence[Range], placement: Placement
         tuple(seconds.backward for seconds in found),
         tuple(seconds.backward_input for seconds in found),
         transfers={e: costs.transfer(size) for e, size in edge_bytes(costs.facts, ranges).items()},
+        handling=costs.facts.handling,
     )
 
 

@@ -122,7 +122,8 @@ class _Play:
         owners, edge = self._placement.owners, Edge(source, target, payload)
         if owners[source] == owners[target]:
             return 0.0, False
-        return self._costs.of_transfer(edge), is_bounded(edge, self._placement)
+        seconds = self._costs.of_transfer(edge) + 2 * self._costs.handling
+        return seconds, is_bounded(edge, self._placement)
 
     def run(self) -> bool:
         """Play the step; return whether every action has run."""

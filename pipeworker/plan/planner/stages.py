@@ -91,7 +91,7 @@ class Divisions:
         """Whether the order depends on what is recomputed: where backwards are split, the weight
         part of a recomputed micro-batch is not deferred."""
         self._split_moments: dict[tuple[str, ...], list[Moments]] = {}
-        first = StepGraph(schedule)
+        first = StepGraph(schedule, handles=facts.handling > 0)
         self._graphs: dict[tuple[Pairs, Pairs, tuple[str, ...], tuple[int, ...]], StepGraph] = {
             ((), (), (MODES[-1],) * self.stages, ()): first
         }
@@ -102,7 +102,7 @@ class Divisions:
         self.judged: dict[tuple[int, ...], Judged] = {}
         self._stages: dict[tuple[int, Range], tuple[Seconds, StageBytes]] = {}
         self._fits: dict[tuple[int, tuple[Range, ...]], tuple[tuple[str, ...], int, int]] = {}
-        self.has_transfers = bool(facts.latency or facts.seconds_per_byte)
+        self.has_transfers = bool(facts.latency or facts.seconds_per_byte or facts.handling)
 
     def frozen(self, divided: Sequence[Range]) -> tuple[int, ...]:
         """Return the stages that have nothing to train."""
@@ -216,7 +216,7 @@ class Divisions:
         if self.has_transfers:
             sizes = edge_bytes(self.facts, divided)
             transfers = {edge: self.costs.transfer(size) for edge, size in sizes.items()}
-        return excess, tuple(modes), [*works, 0.0], transfers, update
+        return excess, tuple(modes), [*works, *(self.facts.handling,) * 2], transfers, update
 
     def _graph(self, balance: tuple[int, ...], modes: tuple[str, ...]) -> StepGraph:
         """Return the graph of the step; skips and ties matter where transfers take time."""
@@ -227,7 +227,7 @@ class Divisions:
             if len(self._graphs) >= _GRAPHS:
                 self._graphs.clear()
             built = self.order.build(self.placement, self.microbatches, key[2], skips, tied, still)
-            self._graphs[key] = StepGraph(built)
+            self._graphs[key] = StepGraph(built, handles=self.facts.handling > 0)
         return self._graphs[key]
 
     def pairs(self, balance: tuple[int, ...]) -> tuple[Pairs, Pairs]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeworker.errors import ScheduleError
-from pipeworker.plan.actions import COMPUTE, RECEIVES, SENDS, Edge, Kind, channel
+from pipeworker.plan.actions import COMPUTE, RECEIVES, SENDS, Edge, Kind, Payload, channel
 from pipeworker.plan.schedule import CHANNEL_CAPACITY, Schedule, is_bounded
 
 
@@ -46,26 +46,36 @@ _KINDS = (
 )
 """The kinds of work, as in :class:`Counts`."""
 KINDS = len(_KINDS)
+COMMON = (Payload.ACTIVATION, Payload.GRADIENT, Payload.TARGET)
+"""Payloads whose channels do not depend on the balance."""
 _NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A path through a step: the work of each stage, and the transfers of each channel."""
+    """A path through a step: the work of each stage, the transfers of each channel.
+
+    Attributes:
+        handled: the sends and receives of the channels that every balance has.
+    """
 
     stages: tuple[Counts, ...]
     transfers: tuple[tuple[Edge, int], ...]
+    handled: int = 0
 
 
 class StepGraph:
     """The graph of a schedule's step.
 
-    Costs are given for each stage and kind of :class:`Counts`, stage by stage, and then a 0 for
-    actions that compute nothing.
+    Costs are given for each stage and kind of :class:`Counts`, stage by stage, and then twice for a
+    send or a receive: of channels that every balance has, and of others.
     """
 
-    def __init__(self, schedule: Schedule, capacity: int = CHANNEL_CAPACITY) -> None:
-        self._stages = schedule.placement.stages
+    def __init__(
+        self, schedule: Schedule, capacity: int = CHANNEL_CAPACITY, *, handles: bool = True
+    ) -> None:
+        """Compile the graph; unless it `handles`, a send or a receive takes no time itself."""
+        self._stages, self._handles = schedule.placement.stages, handles
         self._edges: list[Edge] = []
         # By node, in an order in which each comes after those that it waits for; node 0 is the
         # begin of the step.
@@ -85,7 +95,7 @@ class StepGraph:
         """Return the duration of the step, and a path that is as long.
 
         Args:
-            works: seconds of each work.
+            works: seconds of each work, and twice of a send or a receive.
             transfers: seconds by channel; a channel that is not there takes none.
         """
         edges = [0.0] * (1 + len(self._edges))
@@ -108,7 +118,8 @@ class StepGraph:
             Counts(*[count[s * KINDS + n] for n in range(KINDS)]) for s in range(self._stages)
         ]
         edges_of = Counter(self._edges[edge - 1] for edge in crossed if edge)
-        return duration, Path(tuple(counted), tuple(sorted(edges_of.items())))
+        handled = count[self._stages * KINDS]
+        return duration, Path(tuple(counted), tuple(sorted(edges_of.items())), handled)
 
     def _times(self, works: Sequence[float], edges: Sequence[float]) -> list[float]:
         """Return the end of each node; this loop is what a search spends its time in."""
@@ -126,7 +137,7 @@ class StepGraph:
         return times
 
     def _compile(self, schedule: Schedule, capacity: int) -> None:
-        nothing = self._stages * KINDS
+        handled = self._stages * KINDS
         channels: dict[Edge, _Channel] = {}
         at, last = [0] * len(schedule.workers), [0] * len(schedule.workers)
         ready = deque(range(len(schedule.workers)))
@@ -147,7 +158,8 @@ class StepGraph:
                         self._edges.append(edge)
                         channels[edge] = _Channel(len(self._edges), capacity if bounded else None)
                     through = channels[edge]
-                    node = self._pass(last[worker], through, nothing, sends=kind in SENDS)
+                    work = handled + (edge.payload not in COMMON)
+                    node = self._pass(last[worker], through, work, sends=kind in SENDS)
                     if node < 0:
                         through.waiting = worker
                         break
@@ -160,19 +172,22 @@ class StepGraph:
             raise ScheduleError(f"schedule {schedule.name} deadlocks with {capacity} frames")
         self._ends = last
 
-    def _pass(self, node: int, through: _Channel, nothing: int, *, sends: bool) -> int:
+    def _pass(self, node: int, through: _Channel, handled: int, *, sends: bool) -> int:
         """Add the node of a send or receive; return it, or -1 if its channel makes it wait."""
         if sends:
             if through.slots is not None:
                 if not through.slots:
                     return -1
-                if slot := through.slots.popleft():
-                    node = self._add(node, slot, 0, nothing)
+                slot = through.slots.popleft()
+                if slot or self._handles:
+                    node = self._add(node, slot, 0, handled)
+            elif self._handles:
+                node = self._add(node, 0, 0, handled)
             through.frames.append(node)
             return node
         if not through.frames:
             return -1
-        node = self._add(node, through.frames.popleft(), through.number, nothing)
+        node = self._add(node, through.frames.popleft(), through.number, handled)
         if through.slots is not None:
             through.slots.append(node)
         return node
