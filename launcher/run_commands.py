@@ -1,4 +1,4 @@
-"""The commands that look after the runs of a folder: list, compare and prune."""
+"""The commands that look after the runs of a folder: list, compare, prune, trace."""
 
 from __future__ import annotations
 
@@ -69,4 +69,22 @@ def prune(folder: Path, *, keep_weights: bool, remove_weights: bool, dry_run: bo
         click.echo(line)
 
 
-RUN_COMMANDS = (list_runs, compare, prune)
+@click.command()
+@click.argument("run", type=_PATH)
+@click.option("--steps", metavar="A:B", help="The first and the last step. [default: all]")
+@click.option(
+    "-o",
+    "--output",
+    type=_PATH,
+    default="timeline.json",
+    show_default=True,
+    help="The file to write.",
+)
+def trace(run: Path, steps: str | None, output: Path) -> None:
+    """Write what the workers of RUN did and when, for Perfetto; RUN may be running."""
+    from pipeworker.runs import trace
+
+    click.echo(trace.write_trace(run, steps, output))
+
+
+RUN_COMMANDS = (list_runs, compare, prune, trace)

@@ -1,0 +1,189 @@
+"""The timeline of a run, as it is read, and as a trace of Chrome's format."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeworker.errors import UnreadableFile, UsageError
+from pipeworker.plan.actions import RECEIVES, parse_actions
+from pipeworker.plan.orders import ORDERS
+from pipeworker.plan.placement import Placement
+from pipeworker.plan.schedule import Schedule
+from pipeworker.plan.simulate import Costs, timeline
+from pipeworker.record.rundir import RunDir
+from pipeworker.runs.trace import write_trace
+from pipeworker.trace import chrome
+from pipeworker.trace.recorder import UPDATE, Recorder, record_unfinished
+from pipeworker.trace.ring import MiniBatchTimes, Ring
+from pipeworker.trace.timeline import ActionSpan, Command, Span, WorkerLife, read_timeline
+
+BASE = 5000.0
+
+
+def start_of(rank: int, generation: int = 1, **more: Any) -> dict[str, Any]:
+    own = {"worker": rank, "stages": f"{rank}", "replica": 0, "generation": generation}
+    return {**own, "host": "here", "clock": "one", "now": BASE, "time": 1e9, **more}
+
+
+def lives_of(schedule: Schedule, steps: int = 2) -> list[WorkerLife]:
+    """Return what the workers would record of a simulated schedule; receives take the waits."""
+    costs = Costs.even(schedule.placement.stages, 0.010, 0.020)
+    lives = []
+    for rank, (actions, spans) in enumerate(
+        zip(schedule.workers, timeline(schedule, costs), strict=True)
+    ):
+        computed = {str(span.action): span for span in spans}
+        commands = []
+        for step in range(1, steps + 1):
+            base, now = BASE + 10 * step, 0.0
+            found: list[ActionSpan] = []
+            for place, action in enumerate(actions):
+                begin = now
+                if action.kind in RECEIVES:
+                    following = [computed.get(str(later)) for later in actions[place:]]
+                    now = next((span.start for span in following if span), now)
+                elif span := computed.get(str(action)):
+                    begin, now = span.start, span.end
+                found.append(ActionSpan(action, base + begin, base + now))
+            update = Span(UPDATE, base - 0.009, base - 0.005)
+            commands.append(
+                Command(step, 0, base - 0.01, base + now + 0.001, (update,), tuple(found))
+            )
+        lives.append(WorkerLife(rank, 0, (rank,), 1, "here", "one", BASE, 1e9, tuple(commands)))
+    return lives
+
+
+SCHEDULE = ORDERS["1f1b"].build(Placement.identity(3), 4, ["never"] * 3)
+
+
+@pytest.fixture
+def lives() -> list[WorkerLife]:
+    return lives_of(SCHEDULE)
+
+
+def test_a_timeline_has_what_was_recorded(lives: list[WorkerLife], tmp_path: Path) -> None:
+    for life, actions in zip(lives, SCHEDULE.workers, strict=True):
+        path = RunDir(tmp_path).worker_timeline(life.rank)
+        recorder = Recorder(path, start_of(life.rank), pytest.fail)
+        recorder.use(1, actions)
+        for command in life.commands:
+            times = [at for span in command.actions for at in (span.begin, span.end or 0.0)]
+            recorder.receive(command.step, recorded=True)
+            with recorder.during(UPDATE):
+                pass
+            recorder.run(MiniBatchTimes(command.step, 0, 1, times[0], tuple(times)))
+            recorder.write()
+        recorder.close()
+    for life, wanted in zip(read_timeline(RunDir(tmp_path)), lives, strict=True):
+        assert replace(life, commands=()) == replace(wanted, commands=())
+        for command, other in zip(life.commands, wanted.commands, strict=True):
+            assert (command.step, command.first) == (other.step, other.first)
+            assert [span.name for span in command.spans] == [UPDATE]
+            for span, like in zip(command.actions, other.actions, strict=True):
+                assert span.action == like.action
+                assert span[1:] == pytest.approx(like[1:], abs=1e-6)
+
+
+def test_the_life_of_a_worker_ends_with_what_it_died_in(tmp_path: Path) -> None:
+    path = RunDir(tmp_path).worker_timeline(0)
+    actions = parse_actions("0F0 0>A0 0<G0 0B0")
+    recorder = Recorder(path, start_of(0), pytest.fail)
+    recorder.use(1, actions)
+    ring = Ring()
+    ring.path = str(path)
+    times = ring.begin(3, 8, 1, 4, BASE)
+    times[0], times[1], times[2] = BASE, BASE + 1, BASE + 2
+    record_unfinished(ring)
+    Recorder(path, start_of(0, 2), pytest.fail).use(1, actions[:1])
+    first, second = read_timeline(RunDir(tmp_path))
+    (command,) = first.commands
+    assert (command.step, command.first, command.answered) == (3, 8, None)
+    forward, send = command.actions
+    assert (forward.begin, forward.end) == (BASE, BASE + 1)
+    assert (send.action, send.begin, send.end) == (actions[1], BASE + 2, None)
+    assert (second.generation, second.commands) == (2, ())
+    (died,) = [e for e in chrome.events([first, second]) if e.get("args", {}).get("died")]
+    assert died["name"] == "0>A0"
+
+
+def test_slices_nest_and_no_receive_ends_before_its_send(lives: list[WorkerLife]) -> None:
+    found = chrome.events(lives)
+    json.loads(json.dumps(found, allow_nan=False))
+    assert {event["ph"] for event in found} == {"M", "X", "b", "e", "s", "f", "C"}
+    stacks: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for event in found:
+        if event["ph"] != "X":
+            continue
+        begin, end = event["ts"], event["ts"] + event["dur"]
+        stack = stacks[event["pid"]]
+        while stack and stack[-1][1] <= begin:
+            stack.pop()
+        assert not stack or end <= stack[-1][1] + 1e-3, event
+        stack.append((begin, end))
+    begins = {e["id"]: e["ts"] for e in found if e["ph"] == "b"}
+    ends = {e["id"]: e["ts"] for e in found if e["ph"] == "e"}
+    assert begins.keys() == ends.keys()
+    assert len(begins) == 2 * (2 * 2 * 4 + 4)  # both ways over two cuts, and the targets
+    assert all(begins[number] <= ends[number] for number in begins)
+    lasts = [e["args"]["micro-batches"] for e in found if e["ph"] == "C"]
+    assert max(lasts) == 3
+    assert min(lasts) == 0
+
+
+def test_a_flow_ends_within_the_slice_of_its_receive(lives: list[WorkerLife]) -> None:
+    found = chrome.events(lives)
+    slices = [e for e in found if e["ph"] == "X" and e["name"][1:2] in "<>"]
+    for event in (e for e in found if e["ph"] in "sf"):
+        around = [
+            s
+            for s in slices
+            if s["pid"] == event["pid"] and s["ts"] <= event["ts"] <= s["ts"] + s["dur"]
+        ]
+        assert around, event
+
+
+def test_steps_are_chosen(lives: list[WorkerLife]) -> None:
+    found = chrome.events(lives, range(2, 3))
+    assert {e["args"]["step"] for e in found if "step" in e.get("args", {})} == {2}
+    assert min(e["ts"] for e in found if "ts" in e) == 0
+    assert chrome.events(lives, range(7, 9)) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[]",
+        '{"worker": "x"}',
+        '{"step": 1, "times": [1, 2], "program": 9}',
+        '{"program": 1, "actions": "what"}',
+        '{"step": 1, "times": [[1]], "program": 1}',
+        '{"step": 1e400, "spans": 5}',
+        "\x00",
+    ],
+)
+def test_rows_that_no_worker_has_written_are_one_message(tmp_path: Path, line: str) -> None:
+    path = RunDir(tmp_path).worker_timeline(0)
+    path.parent.mkdir()
+    path.write_text(json.dumps(start_of(0)) + "\n" + line + "\n")
+    with pytest.raises(UnreadableFile, match=r"worker-0.jsonl: cannot be read: line 2 is not what"):
+        read_timeline(RunDir(tmp_path))
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+    path = RunDir(tmp_path).worker_timeline(0)
+    path.parent.mkdir()
+    path.write_text(json.dumps(start_of(0)) + '\n{"step": 1, "rec')
+    (life,) = read_timeline(RunDir(tmp_path))
+    assert life.commands == ()
+
+
+def test_no_timeline_is_none(tmp_path: Path) -> None:
+    assert read_timeline(RunDir(tmp_path)) == ()
+    with pytest.raises(UsageError):
+        write_trace(tmp_path, None, tmp_path / "t.json")
