@@ -6,58 +6,20 @@ import json
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pipeworker.errors import UnreadableFile, UsageError
-from pipeworker.plan.actions import RECEIVES, parse_actions
+from pipeworker.plan.actions import parse_actions
 from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.schedule import Schedule
-from pipeworker.plan.simulate import Costs, timeline
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs.trace import write_trace
 from pipeworker.trace import chrome
 from pipeworker.trace.recorder import UPDATE, Recorder, record_unfinished
 from pipeworker.trace.ring import MiniBatchTimes, Ring
-from pipeworker.trace.timeline import ActionSpan, Command, Span, WorkerLife, read_timeline
-
-BASE = 5000.0
-
-
-def start_of(rank: int, generation: int = 1, **more: Any) -> dict[str, Any]:
-    own = {"worker": rank, "stages": f"{rank}", "replica": 0, "generation": generation}
-    return {**own, "host": "here", "clock": "one", "now": BASE, "time": 1e9, **more}
-
-
-def lives_of(schedule: Schedule, steps: int = 2) -> list[WorkerLife]:
-    """Return what the workers would record of a simulated schedule; receives take the waits."""
-    costs = Costs.even(schedule.placement.stages, 0.010, 0.020)
-    lives = []
-    for rank, (actions, spans) in enumerate(
-        zip(schedule.workers, timeline(schedule, costs), strict=True)
-    ):
-        computed = {str(span.action): span for span in spans}
-        commands = []
-        for step in range(1, steps + 1):
-            base, now = BASE + 10 * step, 0.0
-            found: list[ActionSpan] = []
-            for place, action in enumerate(actions):
-                begin = now
-                if action.kind in RECEIVES:
-                    following = [computed.get(str(later)) for later in actions[place:]]
-                    now = next((span.start for span in following if span), now)
-                elif span := computed.get(str(action)):
-                    begin, now = span.start, span.end
-                found.append(ActionSpan(action, base + begin, base + now))
-            update = Span(UPDATE, base - 0.009, base - 0.005)
-            commands.append(
-                Command(step, 0, base - 0.01, base + now + 0.001, (update,), tuple(found))
-            )
-        lives.append(WorkerLife(rank, 0, (rank,), 1, "here", "one", BASE, 1e9, tuple(commands)))
-    return lives
-
+from pipeworker.trace.timeline import WorkerLife, read_timeline
+from support.timelines import BASE, lives_of, start_of
 
 SCHEDULE = ORDERS["1f1b"].build(Placement.identity(3), 4, ["never"] * 3)
 

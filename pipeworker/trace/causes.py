@@ -1,0 +1,284 @@
+"""Where the time of steps went: what each worker computed, and why it was idle. Pure.
+
+A step begins for all workers when the first of them receives its command, and ends when the first
+of them receives the next one. What a worker waited is explained by the simulation that planned the
+schedule: with the measured costs spread evenly over the stages its idle time is what the schedule
+costs (*fill and drain*); what the stages' own costs add is *imbalance*. A *transfer* is the time
+from a send to the end of its receive, and what sends themselves take.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from pipeworker.errors import ScheduleError
+from pipeworker.plan.actions import COMPUTE, RECEIVES, REPLICAS, SENDS, Edge, Kind, edge_of
+from pipeworker.plan.placement import Placement
+from pipeworker.plan.schedule import Schedule
+from pipeworker.plan.simulate import Costs, Timing, simulate
+from pipeworker.trace.recorder import UPDATE
+from pipeworker.trace.timeline import Command, WorkerLife
+
+FILL_DRAIN, IMBALANCE, TRANSFER, DATA = "fill_drain", "imbalance", "transfer", "data"
+COORDINATOR, CHECKPOINT, RECOVERY, OTHER = "coordinator", "checkpoint", "recovery", "other"
+CAUSES = (FILL_DRAIN, IMBALANCE, TRANSFER, DATA, COORDINATOR, CHECKPOINT, RECOVERY, OTHER)
+_BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+@dataclass(slots=True)
+class WorkerTime:
+    """The seconds of a worker, which add up to those of the steps.
+
+    Attributes:
+        idle: seconds by cause.
+    """
+
+    worker: int
+    stages: tuple[int, ...]
+    forward: float = 0.0
+    recompute: float = 0.0
+    backward: float = 0.0
+    optimizer: float = 0.0
+    idle: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
+
+    @property
+    def computing(self) -> float:
+        """The seconds in which it computed gradients or updated weights."""
+        return self.forward + self.recompute + self.backward + self.optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Where the time of some steps went.
+
+    Attributes:
+        seconds: the time that they took.
+        steps: their numbers.
+        workers: by rank.
+    """
+
+    seconds: float
+    steps: tuple[int, ...]
+    workers: tuple[WorkerTime, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """One mini-batch of a step, as all workers of a generation have recorded it.
+
+    Attributes:
+        commands: by worker.
+        begin, end: when the first worker received its command, and the next one.
+    """
+
+    step: int
+    lives: tuple[WorkerLife, ...]
+    commands: tuple[Command, ...]
+    begin: float
+    end: float
+
+
+def mini_batches(lives: Sequence[WorkerLife]) -> Iterator[MiniBatch]:
+    """Yield the mini-batches that all workers of a generation have recorded, in order."""
+    by_generation: dict[int, list[WorkerLife]] = defaultdict(list)
+    for life in lives:
+        by_generation[life.generation].append(life)
+    for _, members in sorted(by_generation.items()):
+        found = [
+            {
+                (command.step, command.first): (command, following)
+                for command, following in zip(
+                    life.commands, [*life.commands[1:], None], strict=True
+                )
+                if command.actions and command.answered is not None
+            }
+            for life in members
+        ]
+        for key in sorted(set.intersection(*map(set, found))):
+            pairs = [one[key] for one in found]
+            commands = tuple(command for command, _ in pairs)
+            following = [after.received for _, after in pairs if after is not None]
+            end = min(following) if following else max(c.answered or 0.0 for c in commands)
+            begin = min(command.received for command in commands)
+            yield MiniBatch(key[0], tuple(members), commands, begin, end)
+
+
+def breakdown(lives: Sequence[WorkerLife], steps: range | None = None) -> Breakdown:
+    """Return where the time of the recorded steps went, of some or all."""
+    chosen = [one for one in mini_batches(lives) if steps is None or one.step in steps]
+    explained = _Explained(chosen)
+    workers: dict[int, WorkerTime] = {}
+    total = 0.0
+    for one in chosen:
+        total += one.end - one.begin
+        sent = _sent(one)
+        last = max(command.answered or 0.0 for command in one.commands)
+        for place, (life, command) in enumerate(zip(one.lives, one.commands, strict=True)):
+            time = workers.setdefault(life.rank, WorkerTime(life.rank, life.stages))
+            known, waited = _measured(time, one, command, sent[life.replica], last)
+            schedule, imbalance = explained.idle(one, place)
+            fill = min(waited, schedule)
+            rest = min(waited - fill, imbalance)
+            time.idle[FILL_DRAIN] += fill
+            time.idle[IMBALANCE] += rest
+            time.idle[OTHER] += one.end - one.begin - known - fill - rest
+    for seconds in _recoveries(lives, chosen):
+        total += seconds
+        for time in workers.values():
+            time.idle[RECOVERY] += seconds
+    numbers = tuple(sorted({one.step for one in chosen}))
+    return Breakdown(total, numbers, tuple(workers[rank] for rank in sorted(workers)))
+
+
+Sent = dict[tuple[Edge, int], float]
+"""When the send of each frame began."""
+
+
+def _sent(one: MiniBatch) -> dict[int, Sent]:
+    """Return when each frame was sent, by replica."""
+    found: dict[int, Sent] = defaultdict(dict)
+    for life, command in zip(one.lives, one.commands, strict=True):
+        for action, begin, _ in command.actions:
+            if action.kind in SENDS:
+                found[life.replica][edge_of(action), action.microbatch] = begin
+    return found
+
+
+def _measured(
+    time: WorkerTime, one: MiniBatch, command: Command, sent: Sent, last: float
+) -> tuple[float, float]:
+    """Add what a worker did in a mini-batch, the last worker of which had finished at `last`.
+
+    Return the seconds that are explained, and those that it waited for other workers.
+    """
+    idle, waited, known = time.idle, 0.0, 0.0
+    for name, begin, end in command.spans:
+        known += end - begin
+        if name == UPDATE:
+            time.optimizer += end - begin
+        else:
+            idle[CHECKPOINT] += end - begin
+    for action, begin, ended in command.actions:
+        took = (ended or begin) - begin
+        kind = action.kind
+        if kind in RECEIVES:
+            arrival = sent.get((edge_of(action), action.microbatch), begin)
+            wait = min(max(0.0, arrival - begin), took)
+            waited += wait
+            took -= wait
+        known += took
+        if kind is Kind.FORWARD:
+            time.forward += took
+        elif kind is Kind.RECOMPUTE:
+            time.recompute += took
+        elif kind in _BACKWARDS:
+            time.backward += took
+        elif kind is Kind.LOAD:
+            idle[DATA] += took
+        elif kind in SENDS or kind in RECEIVES or kind in REPLICAS:
+            idle[TRANSFER] += took
+        else:
+            known -= took
+    waited += max(0.0, last - (command.answered or last))
+    coordinator = command.received - one.begin + max(0.0, one.end - last)
+    idle[COORDINATOR] += coordinator
+    return known + coordinator, waited
+
+
+class _Explained:
+    """The idle times of simulated schedules, with even costs and with those measured."""
+
+    def __init__(self, chosen: Sequence[MiniBatch]) -> None:
+        self._costs = {
+            replica: costs_of(chosen, replica)
+            for replica in {life.replica for one in chosen for life in one.lives}
+        }
+        self._timings: dict[Schedule, tuple[Timing, Timing] | None] = {}
+
+    def idle(self, one: MiniBatch, place: int) -> tuple[float, float]:
+        """Return the idle seconds of a worker by the schedule, and by the imbalance of stages."""
+        replica = one.lives[place].replica
+        schedule, worker = schedule_of(one, replica), 0
+        for life in one.lives[:place]:
+            worker += life.replica == replica
+        if schedule not in self._timings:
+            measured = self._costs[replica]
+            try:
+                timings = simulate(schedule, evened(measured)), simulate(schedule, measured)
+            except ScheduleError:  # a part of a schedule, or of another version's
+                self._timings[schedule] = None
+            else:
+                self._timings[schedule] = timings
+        found = self._timings[schedule]
+        if found is None:
+            return 0.0, 0.0
+        even, own = (sum(timing.idle[worker].values()) for timing in found)
+        return even, max(0.0, own - even)
+
+
+def schedule_of(one: MiniBatch, replica: int = 0) -> Schedule:
+    """Return the schedule that a replica's workers ran."""
+    pairs = zip(one.lives, one.commands, strict=True)
+    members = [(life, command) for life, command in pairs if life.replica == replica]
+    workers = tuple(tuple(span.action for span in command.actions) for _, command in members)
+    count = 1 + max((a.microbatch for actions in workers for a in actions), default=0)
+    placement = Placement(tuple(life.stages for life, _ in members))
+    return Schedule("recorded", count, placement, workers)
+
+
+def costs_of(chosen: Iterable[MiniBatch], replica: int = 0) -> Costs:
+    """Return the mean seconds of the actions of each stage of a replica."""
+    sums: Counter[tuple[Kind, int]] = Counter()
+    counts: Counter[tuple[Kind, int]] = Counter()
+    stages = 0
+    for one in chosen:
+        for life, command in zip(one.lives, one.commands, strict=True):
+            if life.replica != replica:
+                continue
+            stages = max(stages, 1 + max(life.stages))
+            for action, begin, end in command.actions:
+                if action.kind in COMPUTE and end is not None:
+                    sums[action.kind, action.stage] += end - begin  # type: ignore[assignment]
+                    counts[action.kind, action.stage] += 1
+
+    def mean(kind: Kind, stage: int) -> float:
+        return sums[kind, stage] / counts[kind, stage] if counts[kind, stage] else 0.0
+
+    inputs = [mean(Kind.BACKWARD_INPUT, stage) for stage in range(stages)]
+    whole = [
+        mean(Kind.BACKWARD, stage) or inputs[stage] + mean(Kind.BACKWARD_WEIGHT, stage)
+        for stage in range(stages)
+    ]
+    return Costs(
+        tuple(mean(Kind.FORWARD, stage) for stage in range(stages)), tuple(whole), tuple(inputs)
+    )
+
+
+def evened(costs: Costs) -> Costs:
+    """Return the same costs spread evenly over the stages."""
+    stages = len(costs.forward)
+    forward, backward, backward_input = (
+        (sum(each) / stages,) * stages
+        for each in (costs.forward, costs.backward, costs.backward_input)
+    )
+    return Costs(forward, backward, backward_input)
+
+
+def _recoveries(lives: Sequence[WorkerLife], chosen: Sequence[MiniBatch]) -> Iterator[float]:
+    """Yield the seconds from the end of a generation to the begin of the next."""
+    shown = {life.generation for one in chosen for life in one.lives}
+    ends: dict[int, float] = {}
+    begins: dict[int, float] = {}
+    for life in lives:
+        for command in life.commands:
+            known = [command.received, command.answered or 0.0]
+            known += [span.end or span.begin for span in command.actions[-1:]]
+            ends[life.generation] = max(ends.get(life.generation, 0.0), *known)
+            begins[life.generation] = min(
+                begins.get(life.generation, command.received), command.received
+            )
+    for generation, following in zip(sorted(begins), sorted(begins)[1:], strict=False):
+        if generation in shown and following in shown:
+            yield max(0.0, begins[following] - ends[generation])

@@ -1,0 +1,53 @@
+"""The timelines of simulated steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeworker.plan.actions import RECEIVES
+from pipeworker.plan.schedule import Schedule
+from pipeworker.plan.simulate import Costs, simulate, timeline
+from pipeworker.trace.recorder import UPDATE
+from pipeworker.trace.timeline import ActionSpan, Command, Span, WorkerLife
+
+BASE = 5000.0
+
+
+def start_of(rank: int, generation: int = 1, **more: Any) -> dict[str, Any]:
+    own = {"worker": rank, "stages": f"{rank}", "replica": 0, "generation": generation}
+    return {**own, "host": "here", "clock": "one", "now": BASE, "time": 1e9, **more}
+
+
+def lives_of(
+    schedule: Schedule, costs: Costs | None = None, steps: int = 2, late: float | None = None
+) -> list[WorkerLife]:
+    """Return what the workers would record of a simulated schedule; receives take the waits.
+
+    With `late`, a command without actions arrives so many seconds after the end of each step.
+    """
+    costs = costs or Costs.even(schedule.placement.stages, 0.010, 0.020)
+    makespan = simulate(schedule, costs).makespan
+    lives = []
+    for rank, (actions, spans) in enumerate(
+        zip(schedule.workers, timeline(schedule, costs), strict=True)
+    ):
+        computed = {str(span.action): span for span in spans}
+        commands = []
+        for step in range(1, steps + 1):
+            base, now = BASE + 10 * step, 0.0
+            found: list[ActionSpan] = []
+            for place, action in enumerate(actions):
+                begin = now
+                if action.kind in RECEIVES:
+                    following = [computed.get(str(later)) for later in actions[place:]]
+                    now = next((span.start for span in following if span), now)
+                elif span := computed.get(str(action)):
+                    begin, now = span.start, span.end
+                found.append(ActionSpan(action, base + begin, base + now))
+            update = Span(UPDATE, base - 0.009, base - 0.005)
+            commands.append(Command(step, 0, base - 0.01, base + now, (update,), tuple(found)))
+            if late is not None:
+                commands.append(Command(step, 1, base + makespan + late, None))
+        held = schedule.placement.held[rank]
+        lives.append(WorkerLife(rank, 0, held, 1, "here", "one", BASE, 1e9, tuple(commands)))
+    return lives

@@ -1,0 +1,146 @@
+"""Where the time of steps went: every second has one cause, and the cause is the right one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeworker.plan.actions import RECEIVES, SENDS, Kind
+from pipeworker.plan.orders import ORDERS, Order
+from pipeworker.plan.simulate import Costs, simulate
+from pipeworker.trace.causes import (
+    CAUSES,
+    COORDINATOR,
+    DATA,
+    FILL_DRAIN,
+    IMBALANCE,
+    OTHER,
+    RECOVERY,
+    TRANSFER,
+    WorkerTime,
+    breakdown,
+)
+from pipeworker.trace.timeline import Command, WorkerLife
+from support.facts import DRAWN_ORDERS
+from support.timelines import BASE, lives_of
+
+UPDATE, LATE, BEFORE = 0.004, 0.003, 0.006
+"""Seconds of a step of :func:`lives_of` besides its actions: the update, what comes after the last
+action, and what else comes before the first one."""
+
+
+def total(time: WorkerTime) -> float:
+    return time.computing + sum(time.idle.values())
+
+
+@given(DRAWN_ORDERS, st.integers(1, 3), st.integers(1, 6), st.data())
+def test_the_parts_of_every_worker_add_up_to_the_time_of_the_steps(
+    order: Order, workers: int, microbatches: int, data: st.DataObject
+) -> None:
+    placement = order.place(workers)
+    modes = [data.draw(st.sampled_from(["never", "always"])) for _ in range(placement.stages)]
+    schedule = order.build(placement, microbatches, modes)
+    seconds = st.floats(0.001, 0.1)
+    forward, first = (tuple(data.draw(seconds) for _ in range(placement.stages)) for _ in range(2))
+    costs = Costs(forward, tuple(2 * each for each in first), first)
+    lives = lives_of(schedule, costs, late=LATE)
+    found = breakdown(lives)
+    makespan = simulate(schedule, costs).makespan
+    assert found.seconds == pytest.approx(2 * (makespan + UPDATE + LATE + BEFORE))
+    assert found.steps == (1, 2)
+    for time in found.workers:
+        assert total(time) == pytest.approx(found.seconds)
+        assert min(time.idle.values()) > -1e-6
+        assert time.idle.keys() == {*CAUSES}
+        assert time.optimizer == pytest.approx(2 * UPDATE)
+        assert time.idle[COORDINATOR] == pytest.approx(2 * LATE)
+        assert time.idle[OTHER] >= 2 * BEFORE - 1e-6
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_with_even_stages_only_the_schedule_is_to_blame(name: str) -> None:
+    order = ORDERS[name]
+    placement = order.place(4)
+    schedule = order.build(placement, 8, ["never"] * 4)
+    costs = Costs.even(4, 0.010, 0.020)
+    found = breakdown(lives_of(schedule, costs, late=LATE))
+    timing = simulate(schedule, costs)
+    for time, idle in zip(found.workers, timing.idle, strict=True):
+        assert time.forward == pytest.approx(2 * 8 * 0.010)
+        assert time.backward == pytest.approx(2 * 8 * 0.020)
+        assert time.idle[FILL_DRAIN] == pytest.approx(2 * sum(idle.values()))
+        assert time.idle[IMBALANCE] == pytest.approx(0, abs=1e-6)
+        assert time.idle[TRANSFER] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_slow_stage_makes_the_others_wait() -> None:
+    order = ORDERS["1f1b"]
+    schedule = order.build(order.place(4), 16, ["never"] * 4)
+    costs = Costs((0.01, 0.01, 0.02, 0.01), (0.02, 0.02, 0.04, 0.02), (0.01,) * 4)
+    found = breakdown(lives_of(schedule, costs, late=LATE))
+    slow = found.workers[2]
+    for time in found.workers:
+        if time is not slow:
+            assert time.idle[IMBALANCE] > 0.35 * found.seconds
+    assert slow.idle[IMBALANCE] < 0.1 * found.seconds
+
+
+def slower(lives: list[WorkerLife], kinds: object, seconds: float) -> list[WorkerLife]:
+    """Return the same, in which each action of some kinds ends so much later, and all after it."""
+
+    def shifted(command: Command) -> Command:
+        late, actions = 0.0, []
+        for action, begin, end in command.actions:
+            assert end is not None
+            begins = begin + late
+            late += seconds * (action.kind in kinds)  # type: ignore[operator]
+            actions.append((action, begins, end + late))
+        ends = None if command.answered is None else command.answered + late
+        spans = tuple(type(command.actions[0])(*one) for one in actions)
+        return replace(command, actions=spans, answered=ends)
+
+    return [replace(life, commands=tuple(map(shifted, life.commands))) for life in lives]
+
+
+def test_data_and_transfers_that_take_long_are_causes_of_their_own() -> None:
+    order = ORDERS["gpipe"]
+    schedule = order.build(order.place(1), 2, ["never"])
+    found = breakdown(slower(lives_of(schedule), {Kind.LOAD}, 0.5))
+    (time,) = found.workers
+    assert time.idle[DATA] == pytest.approx(2 * 0.5)
+    schedule = order.build(order.place(2), 2, ["never"] * 2)
+    found = breakdown(slower(lives_of(schedule), {*SENDS}, 0.1))
+    first, last = found.workers
+    assert first.idle[TRANSFER] > 0.399  # two activations and two targets a step
+    assert last.idle[TRANSFER] > 0.399
+    assert {*RECEIVES} & {a.kind for actions in schedule.workers for a in actions}
+
+
+def test_the_time_between_two_generations_is_recovery() -> None:
+    order = ORDERS["gpipe"]
+    lives = lives_of(order.build(order.place(1), 2, ["never"]))
+    (first,) = lives
+    one, two = first.commands
+    assert two.received - one.received == pytest.approx(10)
+    lives = [
+        replace(first, commands=(one,)),
+        replace(first, generation=2, commands=(two,)),
+    ]
+    found = breakdown(lives)
+    assert one.answered is not None
+    (time,) = found.workers
+    assert time.idle[RECOVERY] == pytest.approx(two.received - one.answered)
+    assert total(time) == pytest.approx(found.seconds)
+    assert one.received > BASE
+
+
+def test_steps_that_not_all_workers_have_recorded_are_left_out() -> None:
+    order = ORDERS["gpipe"]
+    first, second = lives_of(order.build(order.place(2), 2, ["never"] * 2))
+    second = replace(second, commands=second.commands[:1])
+    assert breakdown([first, second]).steps == (1,)
+    assert breakdown([first, second], range(2, 3)).workers == ()
+    assert breakdown([]).seconds == 0
