@@ -1,4 +1,4 @@
-"""The commands that look after the runs of a folder: list, compare, prune, trace."""
+"""The commands that look after the runs of a folder: list, compare, prune, report, trace."""
 
 from __future__ import annotations
 
@@ -87,4 +87,14 @@ def trace(run: Path, steps: str | None, output: Path) -> None:
     click.echo(trace.write_trace(run, steps, output))
 
 
-RUN_COMMANDS = (list_runs, compare, prune, trace)
+@click.command()
+@click.argument("run", type=_PATH)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def report(run: Path, *, as_json: bool) -> None:
+    """Show where the time of the steps of RUN went, and what to change; RUN may be running."""
+    from pipeworker.runs import report
+
+    click.echo(report.report(run, as_json=as_json))
+
+
+RUN_COMMANDS = (list_runs, compare, prune, report, trace)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import statistics
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pipeworker.plan.actions import COMPUTE, parse_actions
 from pipeworker.trace.recorder import EVALUATION, SAVE, UPDATE, seconds
-from support.jobs import Jobs
+from support.jobs import Jobs, Run
 from support.sources import JOB
 
 EVALUATED = (
@@ -47,3 +51,67 @@ def test_every_action_of_every_step_is_recorded_with_trace(jobs: Jobs) -> None:
         assert names.count(UPDATE) >= 3  # and what evaluations change
         assert names.count(EVALUATION) == 1
         assert names.count(SAVE) == 1
+
+
+SLEEPING = """
+    import time
+
+    import torch
+    from torch import nn
+
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            time.sleep(0.006)
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            time.sleep(0.006)
+            return gradient
+
+    class Sleeping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return Sleep.apply(x * self.scale)
+
+    def model():
+        return [Sleeping] * 6
+
+    def loss(output, target):
+        return (output - target).pow(2).mean()
+
+    def optimizer(params):
+        return torch.optim.SGD(params, lr=0.01)
+
+    def data():
+        while True:
+            yield torch.ones(8, 4), torch.zeros(8, 4)
+"""
+
+
+def median_step(run: Run) -> float:
+    return float(statistics.median(row["seconds"] for row in run.metrics[2:]))
+
+
+def test_the_advice_of_a_report_is_worth_what_it_says(jobs: Jobs) -> None:
+    words = ("--stages", "2", "--microbatches", "8", "--steps", "8", "--schedule", "zb-h1")
+    run = jobs.train(*words, "--balance", "5,1", source=SLEEPING)
+    text = jobs.pipeworker("report", str(run.path)).stdout
+    found = json.loads(jobs.pipeworker("report", str(run.path), "--json").stdout)
+    advice = found["advice"]
+    first = rf"stage 0 takes 6\d% longer than the mean: {advice['option']} would give 1\.\d+ times"
+    assert re.match(first, text), text
+    assert advice["option"] == "--balance 3,3"
+    for time in found["workers"]:
+        parts = [time[name] for name in ("forward", "recompute", "backward", "optimizer")]
+        assert sum(parts) + sum(time["idle"].values()) == pytest.approx(found["seconds"], rel=0.01)
+    assert found["steps"] == [2, 3, 4, 5, 6, 7, 8]
+    idle = found["workers"][1]["idle"]
+    assert idle["imbalance"] > 0.4 * found["seconds"]
+    better = jobs.train(*words, *advice["option"].split(), source=SLEEPING)
+    gained = median_step(run) / median_step(better)
+    assert gained - 1 == pytest.approx(advice["gain"] - 1, rel=1 / 3)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pipeworker.errors import ScheduleError
 from pipeworker.plan.actions import COMPUTE, RECEIVES, REPLICAS, SENDS, Edge, Kind, edge_of
 from pipeworker.plan.placement import Placement
+from pipeworker.plan.planned import Planned
 from pipeworker.plan.schedule import Schedule
 from pipeworker.plan.simulate import Costs, Timing, simulate
 from pipeworker.trace.recorder import UPDATE
@@ -105,9 +106,8 @@ def mini_batches(lives: Sequence[WorkerLife]) -> Iterator[MiniBatch]:
             yield MiniBatch(key[0], tuple(members), commands, begin, end)
 
 
-def breakdown(lives: Sequence[WorkerLife], steps: range | None = None) -> Breakdown:
-    """Return where the time of the recorded steps went, of some or all."""
-    chosen = [one for one in mini_batches(lives) if steps is None or one.step in steps]
+def breakdown(lives: Sequence[WorkerLife], chosen: Sequence[MiniBatch]) -> Breakdown:
+    """Return where the time of some of the mini-batches went that are recorded."""
     explained = _Explained(chosen)
     workers: dict[int, WorkerTime] = {}
     total = 0.0
@@ -282,3 +282,26 @@ def _recoveries(lives: Sequence[WorkerLife], chosen: Sequence[MiniBatch]) -> Ite
     for generation, following in zip(sorted(begins), sorted(begins)[1:], strict=False):
         if generation in shown and following in shown:
             yield max(0.0, begins[following] - ends[generation])
+
+
+def planned_breakdown(planned: Planned) -> Breakdown:
+    """Return where a plan predicts that the time of one step goes."""
+    schedule, costs = planned.schedule, planned.costs
+    alone = replace(costs, transfer={}, transfers={}, handling=0.0)
+    own, even = simulate(schedule, alone), simulate(schedule, evened(alone))
+    workers = []
+    for worker, held in enumerate(schedule.placement.held):
+        time = WorkerTime(worker, held)
+        for stage in held:
+            seconds = planned.stage_seconds[stage]
+            time.forward += seconds.forward
+            time.recompute += seconds.recompute
+            time.backward += seconds.backward
+        time.optimizer = planned.update
+        idle = max(0.0, planned.step_seconds - time.computing)
+        time.idle[FILL_DRAIN] = min(idle, sum(even.idle[worker].values()))
+        left = idle - time.idle[FILL_DRAIN]
+        time.idle[IMBALANCE] = min(left, max(0.0, sum(own.idle[worker].values()) - idle + left))
+        time.idle[TRANSFER] = left - time.idle[IMBALANCE]
+        workers.append(time)
+    return Breakdown(planned.step_seconds, (), tuple(workers))

@@ -1,0 +1,182 @@
+"""``pipeworker report``: where the time of a run's steps went, and what to change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeworker.display.text import table
+from pipeworker.errors import UnreadableFile, UsageError
+from pipeworker.facts.layer_facts import NetworkFacts
+from pipeworker.job.options import Options
+from pipeworker.job.planning import plan_job, request_of
+from pipeworker.record.bounded_file import read_json
+from pipeworker.record.run_record import RunRecord
+from pipeworker.record.rundir import RunDir
+from pipeworker.trace.advice import Advice, advise, measured_facts
+from pipeworker.trace.causes import (
+    CAUSES,
+    Breakdown,
+    MiniBatch,
+    WorkerTime,
+    breakdown,
+    costs_of,
+    mini_batches,
+    planned_breakdown,
+    schedule_of,
+)
+from pipeworker.trace.timeline import WorkerLife, read_timeline
+
+_PARTS = ("forward", "recompute", "backward", "optimizer")
+_WORDS = {"fill_drain": "fill, drain"}
+
+
+class _Stage(msgspec.Struct):
+    stage: int
+    layers: tuple[int, int]
+    replica: int = 0
+
+
+class _Plan(msgspec.Struct):
+    stages: list[_Stage]
+    facts: NetworkFacts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Where the time went, as measured and as planned, and what to change.
+
+    Attributes:
+        planned: of one step of replica 0; None if the run was not planned.
+    """
+
+    found: Breakdown
+    planned: Breakdown | None
+    advice: Advice
+
+
+def report(path: Path, *, as_json: bool = False) -> str:
+    """Describe where the time of a run's recorded steps went.
+
+    Raises:
+        UsageError: there is no run, it has no recorded steps, or a file of it cannot be read.
+    """
+    run_dir = RunDir(path)
+    record = RunRecord.read(run_dir)
+    try:
+        lives = read_timeline(run_dir)
+    except OSError as error:
+        raise UnreadableFile(path, error) from None
+    made = of_run(run_dir, record, lives)
+    if made is None:
+        raise UsageError(f"{path}: it has no recorded steps that all of its workers have finished")
+    return json.dumps(_facts(made), indent=2) if as_json else "\n".join(_text(made))
+
+
+def of_run(run_dir: RunDir, record: RunRecord, lives: Sequence[WorkerLife]) -> Report | None:
+    """Return the report of a run; None if no step is recorded by all of its workers.
+
+    Raises:
+        UsageError: ``plan.json`` is no plan.
+    """
+    recorded = _warm(list(mini_batches(lives)))
+    if not recorded:
+        return None
+    found = breakdown(lives, recorded)
+    schedule = schedule_of(recorded[-1])
+    ranges, facts = _planned_from(run_dir)
+    options = Options.of(record.options)
+    request = request_of(options)
+    balance = tuple(stop - first for first, stop in ranges)
+    costs = costs_of(recorded)
+    if len(ranges) != schedule.placement.stages:
+        return Report(found, None, Advice("the plan of the run is not that of its last steps"))
+    owners = schedule.placement.owners
+    measured = measured_facts(facts, ranges, owners, costs)
+    advice = advise(measured, request, balance, found, len(found.steps))
+    planned = None
+    if facts is not None and facts.measured:
+        planned = planned_breakdown(plan_job(facts, replace(options, balance=balance)))
+    return Report(found, planned, advice)
+
+
+def _warm(recorded: list[MiniBatch]) -> list[MiniBatch]:
+    """Return all mini-batches but the first of each generation, which makes memory; all if few."""
+    first = {one.lives[0].generation: one for one in reversed(recorded)}
+    return [one for one in recorded if one is not first[one.lives[0].generation]] or recorded
+
+
+def _planned_from(run_dir: RunDir) -> tuple[tuple[tuple[int, int], ...], NetworkFacts | None]:
+    """Return the layers of each stage, and the facts from which they were planned."""
+    try:
+        content = read_json(run_dir.plan, _Plan, "it is not the plan of a run", most=64 << 20)
+    except OSError as error:
+        raise UnreadableFile(run_dir.plan, error) from None
+    plan = msgspec.convert(content, _Plan)
+    stages = sorted((one for one in plan.stages if not one.replica), key=lambda one: one.stage)
+    return tuple(one.layers for one in stages), plan.facts
+
+
+def _facts(made: Report) -> dict[str, Any]:
+    found = made.found
+    return {
+        "seconds": found.seconds,
+        "steps": list(found.steps),
+        "workers": [_worker(time) for time in found.workers],
+        "planned": None
+        if made.planned is None
+        else {
+            "seconds": made.planned.seconds,
+            "workers": [_worker(time) for time in made.planned.workers],
+        },
+        "advice": {
+            "text": made.advice.text,
+            "option": made.advice.option,
+            "gain": made.advice.gain,
+        },
+    }
+
+
+def _worker(time: WorkerTime) -> dict[str, Any]:
+    parts = {part: getattr(time, part) for part in _PARTS}
+    return {"worker": time.worker, "stages": list(time.stages), **parts, "idle": dict(time.idle)}
+
+
+def _text(made: Report) -> Iterator[str]:
+    found = made.found
+    count = len(found.steps)
+    yield made.advice.text
+    yield ""
+    each = found.seconds / count
+    yield f"{count} recorded step{'s' * (count > 1)} of {each:.4g} s; shares of their time:"
+    yield from _table(found)
+    if made.planned is not None:
+        yield ""
+        yield f"as planned, a step of {made.planned.seconds:.4g} s:"
+        yield from _table(made.planned)
+
+
+def _table(found: Breakdown) -> Sequence[str]:
+    shown = [cause for cause in CAUSES if any(time.idle[cause] for time in found.workers)]
+    done = [part for part in _PARTS if any(getattr(time, part) for time in found.workers)]
+    head = ["worker", "stages", *done, *(_WORDS.get(cause, cause) for cause in shown)]
+
+    def shares(parts: Mapping[str, float]) -> list[str]:
+        return [f"{100 * value / found.seconds:.1f}%" for value in parts.values()]
+
+    rows = [head]
+    mean: dict[str, float] = {}
+    for time in found.workers:
+        parts = {part: getattr(time, part) for part in done}
+        parts |= {cause: time.idle[cause] for cause in shown}
+        for name, value in parts.items():
+            mean[name] = mean.get(name, 0.0) + value / len(found.workers)
+        rows.append([str(time.worker), ", ".join(map(str, time.stages)), *shares(parts)])
+    if len(found.workers) > 1:
+        rows.append(["mean", "", *shares(mean)])
+    return table(rows, right=range(2, len(head)))

@@ -1,0 +1,148 @@
+"""What to change about a run so that its steps take less time, with the predicted gain. Pure.
+
+The planner plans the run again from measured costs: with another balance, another schedule, more
+micro-batches. What a plan saves by simulation is taken from the measured time of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from pipeworker.errors import PipeworkerError
+from pipeworker.facts.layer_facts import LayerFacts, NetworkFacts
+from pipeworker.plan.orders import ORDERS
+from pipeworker.plan.planned import Planned
+from pipeworker.plan.planner.choices import PlanRequest, fits, plan_request
+from pipeworker.plan.planner.costs import LayerCosts, Range, speeds
+from pipeworker.plan.simulate import Costs
+from pipeworker.plan.text import is_text
+from pipeworker.trace.causes import DATA, Breakdown
+
+LEAST = 1.02
+"""The least gain that is worth a change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A change, and how many times as fast a step would be; no `option` if none is known."""
+
+    text: str
+    option: str = ""
+    gain: float = 1.0
+
+
+def measured_facts(
+    facts: NetworkFacts | None, ranges: Sequence[Range], owners: Sequence[int], costs: Costs
+) -> NetworkFacts:
+    """Return the facts of a network whose stages take what was measured.
+
+    Within a stage the layers share its seconds as they do by `facts`; evenly without facts.
+    """
+    layers: list[LayerFacts] = []
+    if facts is None or len(facts.layers) != ranges[-1][1]:
+        for stage, (first, stop) in enumerate(ranges):
+            share = 1 / (stop - first)
+            each = LayerFacts(
+                "",
+                forward=costs.forward[stage] * share,
+                backward=costs.backward[stage] * share,
+                backward_input=costs.backward_input[stage] * share,
+                passes_gradient=True,
+            )
+            layers += [each] * (stop - first)
+        return NetworkFacts(tuple(layers))
+    known, by_worker = LayerCosts(facts), speeds(facts, 1 + max(owners))
+    for stage, (first, stop) in enumerate(ranges):
+        predicted = known.seconds((first, stop), by_worker[owners[stage]])
+        forward = _ratio(costs.forward[stage], predicted.forward)
+        backward = _ratio(costs.backward[stage], predicted.backward)
+        layers += [
+            replace(
+                layer,
+                forward=layer.forward * forward,
+                backward=layer.backward * backward,
+                backward_input=layer.backward_input * backward,
+            )
+            for layer in facts.layers[first:stop]
+        ]
+    return replace(facts, layers=tuple(layers))
+
+
+def _ratio(measured: float, predicted: float) -> float:
+    return measured / predicted if measured > 0 and predicted > 0 else 1.0
+
+
+def advise(
+    facts: NetworkFacts, request: PlanRequest, balance: Sequence[int], found: Breakdown, steps: int
+) -> Advice:
+    """Return the change that would help most.
+
+    Args:
+        facts: as :func:`measured_facts` returns them.
+        request: what the run was asked for.
+        balance: the layers of its stages.
+        found: where the time went.
+        steps: the number of steps that it went to.
+    """
+    took = found.seconds / max(1, steps)
+    now = _plan(facts, replace(request, balance=tuple(balance)))
+    candidates = [] if now is None else [*_replanned(facts, request, now, took)]
+    data = sum(time.idle[DATA] for time in found.workers) / max(1, steps)
+    if took > data > 0:
+        gain = took / (took - data)
+        text = f"data() takes {data / took:.0%} of a step, while nothing computes: make it faster"
+        candidates.append(Advice(text, "", gain))
+    best = max(candidates, key=lambda advice: advice.gain, default=None)
+    if best is None or best.gain < LEAST:
+        return Advice(f"no change is known that would make a step {LEAST - 1:.0%} faster")
+    return best
+
+
+def _replanned(
+    facts: NetworkFacts, request: PlanRequest, now: Planned, took: float
+) -> Iterator[Advice]:
+    def gain(planned: Planned) -> float:
+        saved = min(now.step_seconds - planned.step_seconds, 0.99 * took)
+        return took / (took - saved)
+
+    balanced = _plan(facts, replace(request, balance=None))
+    if balanced is not None and balanced.balance != now.balance:
+        option = f"--balance {','.join(map(str, balanced.balance))}"
+        faster = gain(balanced)
+        text = f"{_slowest(now)}: {option} would give {faster:.2f} times the rate"
+        yield Advice(text, option, faster)
+    if is_text(request.schedule):
+        return
+    for name in ORDERS:
+        if name == request.schedule:
+            continue
+        planned = _plan(facts, replace(request, schedule=name, virtual_stages=None))
+        if planned is not None:
+            option = f"--schedule {name}"
+            faster = gain(planned)
+            text = (
+                f"the schedule leaves workers idle for {now.timing.bubble:.0%} of a step: "
+                f"{option} would give {faster:.2f} times the rate"
+            )
+            yield Advice(text, option, faster)
+
+
+def _plan(facts: NetworkFacts, request: PlanRequest) -> Planned | None:
+    try:
+        planned = plan_request(facts, request, strict=False)
+    except PipeworkerError:  # too few layers, or micro-batches
+        return None
+    return planned if fits(planned) else None
+
+
+def _slowest(now: Planned) -> str:
+    """Return which worker computes the longest, in words."""
+    times = [seconds.total for seconds in now.stage_seconds]
+    held = now.schedule.placement.held
+    by_worker = [sum(times[stage] for stage in stages) for stages in held]
+    mean = sum(by_worker) / len(by_worker)
+    worker = max(range(len(held)), key=by_worker.__getitem__)
+    stages = held[worker]
+    name = f"stage {stages[0]}" if len(stages) == 1 else f"worker {worker}"
+    return f"{name} takes {by_worker[worker] / mean - 1:.0%} longer than the mean"

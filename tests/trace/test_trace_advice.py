@@ -1,0 +1,80 @@
+"""What to change about a run: the change that helps most, with what it would gain."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeworker.facts.layer_facts import LayerFacts, NetworkFacts
+from pipeworker.plan.orders import ORDERS
+from pipeworker.plan.partition import ranges
+from pipeworker.plan.planner.choices import PlanRequest
+from pipeworker.plan.simulate import Costs, simulate
+from pipeworker.trace.advice import advise, measured_facts
+from pipeworker.trace.causes import DATA, Breakdown, WorkerTime, breakdown, costs_of, mini_batches
+from support.timelines import lives_of
+
+BALANCE = (2, 4, 1, 1)
+OWNERS = (0, 1, 2, 3)
+
+
+def measured(name: str, balance: tuple[int, ...]) -> tuple[Breakdown, Costs]:
+    """Return what is recorded of layers that all take the same time."""
+    order = ORDERS[name]
+    schedule = order.build(order.place(4), 16, ["never"] * 4)
+    forward = tuple(0.010 * layers for layers in balance)
+    costs = Costs(forward, tuple(2 * each for each in forward), forward)
+    lives = lives_of(schedule, costs, late=0.001)
+    recorded = list(mini_batches(lives))
+    return breakdown(lives, recorded), costs_of(recorded)
+
+
+def test_an_uneven_balance_is_evened() -> None:
+    found, costs = measured("zb-h1", BALANCE)
+    facts = measured_facts(None, ranges(BALANCE), OWNERS, costs)
+    assert [layer.forward for layer in facts.layers] == pytest.approx([0.010] * 8)
+    advice = advise(facts, PlanRequest("zb-h1", 4, 16, "never", BALANCE), BALANCE, found, 2)
+    assert advice.option == "--balance 2,2,2,2"
+    assert "stage 1 takes 100% longer than the mean" in advice.text
+    better, _ = measured("zb-h1", (2, 2, 2, 2))
+    assert advice.gain == pytest.approx(found.seconds / better.seconds, rel=0.02)
+
+
+def test_an_idle_schedule_is_replaced() -> None:
+    even = (2, 2, 2, 2)
+    found, costs = measured("gpipe", even)
+    facts = measured_facts(None, ranges(even), OWNERS, costs)
+    advice = advise(facts, PlanRequest("gpipe", 4, 16, "never"), even, found, 2)
+    assert advice.option in ("--schedule zb-h1", "--schedule zbv", "--schedule dualpipev")
+    assert advice.gain > 1.1
+
+
+def test_data_that_takes_long_is_named() -> None:
+    time = WorkerTime(0, (0,), forward=1.0, backward=2.0)
+    time.idle[DATA] = 3.0
+    request = PlanRequest("gpipe", 1, 4, "never")
+    facts = NetworkFacts((LayerFacts("Linear", forward=0.25, backward=0.5),))
+    advice = advise(facts, request, (1,), Breakdown(6.0, (1,), (time,)), 1)
+    assert advice.text == "data() takes 50% of a step, while nothing computes: make it faster"
+    assert (advice.option, advice.gain) == ("", 2.0)
+
+
+def test_where_nothing_helps_that_is_said() -> None:
+    time = WorkerTime(0, (0,), forward=1.0, backward=2.0)
+    facts = NetworkFacts((LayerFacts("Linear", forward=0.25, backward=0.5),))
+    request = PlanRequest("gpipe", 1, 4, "never")
+    advice = advise(facts, request, (1,), Breakdown(3.0, (1,), (time,)), 1)
+    assert advice.text == "no change is known that would make a step 2% faster"
+
+
+def test_layers_share_a_stages_seconds_as_they_did_when_they_were_measured() -> None:
+    layers = tuple(
+        LayerFacts("Linear", forward=each, backward=2 * each, backward_input=each)
+        for each in (1.0, 3.0, 2.0)
+    )
+    costs = Costs((8.0, 3.0), (16.0, 6.0), (8.0, 3.0))
+    found = measured_facts(NetworkFacts(layers), ranges((2, 1)), (0, 1), costs)
+    assert [layer.forward for layer in found.layers] == [2.0, 6.0, 3.0]
+    assert [layer.backward_input for layer in found.layers] == [2.0, 6.0, 3.0]
+    order = ORDERS["gpipe"]
+    schedule = order.build(order.place(2), 1, ["never"] * 2)
+    assert simulate(schedule, costs).makespan == 33
