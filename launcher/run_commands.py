@@ -76,11 +76,9 @@ def prune(folder: Path, *, keep_weights: bool, remove_weights: bool, dry_run: bo
     "-o",
     "--output",
     type=_PATH,
-    default="timeline.json",
-    show_default=True,
-    help="The file to write.",
+    help="The file to write. [default: timeline.json, or timeline.tar for several hosts]",
 )
-def trace(run: Path, steps: str | None, output: Path) -> None:
+def trace(run: Path, steps: str | None, output: Path | None) -> None:
     """Write what the workers of RUN did and when, for Perfetto; RUN may be running."""
     from pipeworker.runs import trace
 

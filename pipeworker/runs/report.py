@@ -30,6 +30,7 @@ from pipeworker.trace.causes import (
     planned_breakdown,
     schedule_of,
 )
+from pipeworker.trace.clocks import aligned
 from pipeworker.trace.timeline import WorkerLife, read_timeline
 
 _PARTS = ("forward", "recompute", "backward", "optimizer")
@@ -69,7 +70,7 @@ def report(path: Path, *, as_json: bool = False) -> str:
     run_dir = RunDir(path)
     record = RunRecord.read(run_dir)
     try:
-        lives = read_timeline(run_dir)
+        lives = aligned(read_timeline(run_dir))
     except OSError as error:
         raise UnreadableFile(path, error) from None
     made = of_run(run_dir, record, lives)

@@ -1,22 +1,34 @@
-"""``pipeworker trace``: what the workers of a run did and when, as a file for Perfetto."""
+"""``pipeworker trace``: what the workers of a run did and when, as a file for Perfetto.
+
+For several hosts the file is a TAR of one trace for each, with a manifest that names the machines:
+Perfetto (version 58 and later) shows them on one clock. The format is that of Perfetto's "Trace
+manifest format".
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import tarfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pipeworker.errors import RecordError, UnreadableFile, UsageError
 from pipeworker.record.atomic_file import write_bytes
 from pipeworker.record.run_record import RunRecord
 from pipeworker.record.rundir import RunDir
 from pipeworker.trace import chrome
-from pipeworker.trace.timeline import read_timeline
+from pipeworker.trace.clocks import Clocks, aligned
+from pipeworker.trace.timeline import WorkerLife, read_timeline
 
 _STEPS = re.compile(r"(\d{1,12}):(\d{1,12})", re.ASCII)
+_NAMES = {False: "timeline.json", True: "timeline.tar"}
+"""The default names of the file, by whether there are several hosts."""
 
 
-def write_trace(path: Path, steps: str | None, output: Path) -> str:
+def write_trace(path: Path, steps: str | None, asked: Path | None) -> str:
     """Write the timeline of a run, or of its steps ``A:B``; describe what was written.
 
     Raises:
@@ -38,12 +50,14 @@ def write_trace(path: Path, steps: str | None, output: Path) -> str:
             f"--steps {steps}: none of them is recorded; steps {_ranges(recorded)} are "
             "(launch --trace records all)"
         )
-    if output.exists() and output.suffix != ".json":
+    hosts = len({life.host for life in lives})
+    output = asked or Path(_NAMES[hosts > 1])
+    if output.exists() and output.suffix not in (".json", ".tar"):
         raise UsageError(f"-o {output}: exists already; choose another file, such as trace.json")
-    found = chrome.events(lives, chosen)
-    text = json.dumps({"traceEvents": found, "displayTimeUnit": "ms"}, separators=(",", ":"))
+    found = chrome.events(aligned(lives), chosen)
+    data = _archive(path, lives, found) if hosts > 1 else _json(found)
     try:
-        write_bytes(output, text.encode())
+        write_bytes(output, data)
     except OSError as error:
         raise RecordError(output, error) from None
     shown = [step for step in recorded if chosen is None or step in chosen]
@@ -52,6 +66,52 @@ def write_trace(path: Path, steps: str | None, output: Path) -> str:
         f"{output}: steps {_ranges(shown)} of {workers} workers; https://ui.perfetto.dev opens it, "
         "and sends it nowhere"
     )
+
+
+def _json(found: Sequence[chrome.Event]) -> bytes:
+    content = {"traceEvents": found, "displayTimeUnit": "ms"}
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def _archive(path: Path, lives: Sequence[WorkerLife], found: Sequence[chrome.Event]) -> bytes:
+    """Return a TAR with a trace for each host, and the manifest that puts them on one clock."""
+    divided = chrome.by_host(lives, found)
+    files = {f"{number}-{_plain(host)}.json": host for number, host in enumerate(divided)}
+    members = {name: _json(divided[host]) for name, host in files.items()}
+    manifest = json.dumps(_manifest(path, lives, files)).encode()
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as archive:
+        for name, content in {"perfetto_manifest.json": manifest, **members}.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return data.getvalue()
+
+
+def _manifest(path: Path, lives: Sequence[WorkerLife], files: Mapping[str, str]) -> dict[str, Any]:
+    """Return the manifest: the times of all files begin at the same moment.
+
+    Its attributes say how far each host's clock was behind the coordinator's, which is taken into
+    account already, and how exactly that is known.
+    """
+    clocks, attributes = Clocks.of(lives), {"pipeworker.run": path.resolve().name}
+    for life in lives:
+        offset, error = clocks.offset(life.clock, life.now)
+        if clocks.samples.get(life.clock):
+            attributes[f"pipeworker.clock_offset_ns.{life.host}"] = str(round(offset * 1e9))
+            attributes[f"pipeworker.clock_error_ns.{life.host}"] = str(round(error * 1e9))
+    first = next(iter(files))
+    entries: list[dict[str, Any]] = []
+    for name, host in files.items():
+        entry: dict[str, Any] = {"path": name, "machine": {"name": host}}
+        if name != first:
+            entry["clocks"] = {"sync_to": {"file": first}, "offset_ns": 0}
+        entries.append(entry)
+    return {"perfetto_manifest": {"version": 1, "files": entries, "attributes": attributes}}
+
+
+def _plain(host: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.-]", "-", host)[:64]
 
 
 def _chosen(steps: str | None) -> range | None:

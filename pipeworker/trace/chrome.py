@@ -48,9 +48,9 @@ def events(lives: Sequence[WorkerLife], steps: range | None = None) -> list[Even
     found: list[Event] = []
     sent: dict[Key, tuple[ActionSpan, int]] = {}
     received: dict[Key, tuple[ActionSpan, int]] = {}
-    names = sorted({(life.rank, life.generation) for life, _ in chosen})
+    names = _numbered(lives)
     for life, commands in chosen:
-        pid = 1 + names.index((life.rank, life.generation))
+        pid = names[life.rank, life.generation]
         found += _process(life, pid)
         for command in commands:
             found += _slices(command, pid, zero)
@@ -63,6 +63,22 @@ def events(lives: Sequence[WorkerLife], steps: range | None = None) -> list[Even
         found += _live(commands, pid, zero)
     found += _transfers(sent, received, zero)
     return sorted(found, key=lambda event: (event.get("ts", -1.0), -event.get("dur", 0.0)))
+
+
+def by_host(lives: Sequence[WorkerLife], found: Sequence[Event]) -> dict[str, list[Event]]:
+    """Divide the events of lives by the host whose worker they are of."""
+    names = _numbered(lives)
+    hosts = {names[life.rank, life.generation]: life.host for life in lives}
+    divided: dict[str, list[Event]] = {life.host: [] for life in lives}
+    for event in found:
+        divided[hosts[event["pid"]]].append(event)
+    return divided
+
+
+def _numbered(lives: Sequence[WorkerLife]) -> dict[tuple[int, int], int]:
+    """Return the numbers of the processes, by rank and generation."""
+    keys = sorted({(life.rank, life.generation) for life in lives})
+    return {key: number for number, key in enumerate(keys, 1)}
 
 
 def _process(life: WorkerLife, pid: int) -> Iterator[Event]:

@@ -107,10 +107,17 @@ class Recorder:
         path: the file, which may have rows of an earlier process.
         start: the first row of this process: what is known of the worker.
         note: called with why nothing more is recorded, if the file cannot be written.
+        clock: returns a measurement of the clock that is to be recorded, if there is one.
     """
 
-    def __init__(self, path: Path, start: Row, note: Callable[[str], None]) -> None:
-        self._path, self._start, self._note = path, start, note
+    def __init__(
+        self,
+        path: Path,
+        start: Row,
+        note: Callable[[str], None],
+        clock: Callable[[], tuple[float, float, float] | None] = lambda: None,
+    ) -> None:
+        self._path, self._start, self._note, self._clock = path, start, note, clock
         self._rows: Rows | None = None
         self._command = _Command(perf_counter())
         self._after_recorded = self._is_broken = False
@@ -144,6 +151,9 @@ class Recorder:
         lasting = any(name in _ALWAYS for name, _, _ in command.spans)
         if command.recorded or self._after_recorded or lasting:
             self._add(command.row(perf_counter()))
+            if sample := self._clock():
+                names = ("at", "offset", "error")
+                self._add({n: round(x, 6) for n, x in zip(names, sample, strict=True)})
 
     def _add(self, row: Row) -> None:
         if self._is_broken:

@@ -36,6 +36,19 @@ class Span(NamedTuple):
     end: float
 
 
+class ClockSample(NamedTuple):
+    """A measurement of a worker's clock, at a time that it showed.
+
+    Attributes:
+        offset: seconds by which it was behind the coordinator's.
+        error: how much more or less it may have been.
+    """
+
+    at: float
+    offset: float
+    error: float
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """What a worker did because of one command of the coordinator.
@@ -68,6 +81,7 @@ class WorkerLife:
         clock: equal for processes whose clocks show the same.
         now, time: a moment on its clock, and the same in seconds since 1970.
         commands: in order.
+        samples: measurements of its clock, in order.
     """
 
     rank: int
@@ -79,6 +93,7 @@ class WorkerLife:
     now: float
     time: float
     commands: tuple[Command, ...]
+    samples: tuple[ClockSample, ...] = ()
 
 
 class _Start(msgspec.Struct):
@@ -95,6 +110,12 @@ class _Start(msgspec.Struct):
 class _Program(msgspec.Struct):
     program: int
     actions: str
+
+
+class _Clock(msgspec.Struct):
+    at: float
+    offset: float
+    error: float
 
 
 class _Times(msgspec.Struct):
@@ -130,6 +151,7 @@ def read_timeline(run_dir: RunDir) -> tuple[WorkerLife, ...]:
 def _lives(path: Path) -> Iterator[WorkerLife]:
     start: _Start | None = None
     commands: list[Command] = []
+    samples: list[ClockSample] = []
     programs: dict[int, tuple[Action, ...]] = {}
     for number, line in enumerate(read_lines(path), 1):
         if not line.endswith(b"\n"):
@@ -138,21 +160,24 @@ def _lives(path: Path) -> Iterator[WorkerLife]:
             row = load_json(line)
             if "worker" in row:
                 if start is not None:
-                    yield _life(start, commands)
-                start, commands, programs = msgspec.convert(row, _Start), [], {}
+                    yield _life(start, commands, samples)
+                start, commands, samples, programs = msgspec.convert(row, _Start), [], [], {}
             elif "actions" in row:
                 program = msgspec.convert(row, _Program)
                 programs[program.program] = tuple(parse_actions(program.actions))
+            elif "offset" in row:
+                clock = msgspec.convert(row, _Clock)
+                samples.append(ClockSample(clock.at, clock.offset, clock.error))
             else:
                 commands.append(_command(msgspec.convert(row, _Times), programs))
         except (ValueError, TypeError, RecursionError, KeyError, ScheduleError) as error:
             reason = f"line {number} is not what a worker records ({error!s:.200})"
             raise UnreadableFile(path, reason, "remove the line") from None
     if start is not None:
-        yield _life(start, commands)
+        yield _life(start, commands, samples)
 
 
-def _life(start: _Start, commands: list[Command]) -> WorkerLife:
+def _life(start: _Start, commands: list[Command], samples: list[ClockSample]) -> WorkerLife:
     return WorkerLife(
         start.worker,
         start.replica,
@@ -163,6 +188,7 @@ def _life(start: _Start, commands: list[Command]) -> WorkerLife:
         start.now,
         start.time,
         tuple(commands),
+        tuple(samples),
     )
 
 

@@ -26,6 +26,7 @@ from pipeworker.errors import AGAIN, PipeworkerError, ProtocolError
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.host import streams
 from pipeworker.host.suspend_clock import SuspendAwareClock
+from pipeworker.trace.clocks import BestSamples, measure
 from pipeworker.wire import codec, reliable_stream
 from pipeworker.wire.connection import Connection
 from pipeworker.wire.messages.directions import Advance, Finish, FromWorker, ToWorker
@@ -65,6 +66,7 @@ class Control:
         silence_timeout: seconds that the coordinator may be silent, once the job's options are
             known.
         memory: returns the bytes that the worker uses; called in the control thread.
+        clock: measurements of how far this host's clock is from the coordinator's.
     """
 
     def __init__(self, settings: Settings, exit_process: Exit = exit_process) -> None:
@@ -83,6 +85,7 @@ class Control:
         self.ended: Abort | None = None
         self.silence_timeout: float | None = None
         self.memory: Callable[[], int] = lambda: 0
+        self.clock = BestSamples()
         self._memory = 0  # as of the last regular heartbeat: others are sent often
         self._stream = ReliableStream()
         self._acknowledged = 0  # messages of the coordinator
@@ -284,12 +287,16 @@ class Control:
                 tracker.waiting,
                 self._memory,
                 *tracker.counts,
+                time=time.perf_counter(),
             )
             frame = codec.encode(heartbeat, self._generation)
             self._connection.socket.send(reliable_stream.pack(reliable_stream.UNNUMBERED, frame))
             self._acknowledged = self._stream.received
 
     def _on_ping(self, ping: Ping) -> None:
+        sample = measure(ping.beat, ping.held, ping.time, time.perf_counter())
+        if sample is not None:
+            self.clock.add(sample)
         self._stream.acknowledge(ping.received)
         if ping.resend:
             for data in self._stream.unacknowledged():

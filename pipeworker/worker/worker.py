@@ -191,7 +191,7 @@ class Worker:
             "now": perf_counter(),
             "time": time.time(),
         }
-        return Recorder(path, start, streams.note)
+        return Recorder(path, start, streams.note, self._control.clock.take)
 
     def record(self) -> None:
         """Record what the worker did because of the last message, which was answered just now."""

@@ -13,6 +13,7 @@ from pipeworker.job.options import Options
 from pipeworker.plan.actions import format_actions
 from pipeworker.plan.connect import forward_only
 from pipeworker.plan.placement import Placement
+from pipeworker.trace.clocks import BestSamples
 from pipeworker.wire.messages.directions import Advance, FromWorker
 from pipeworker.wire.messages.plan import Plan, Ready, StageRange
 from pipeworker.wire.messages.presence import Welcome
@@ -32,6 +33,7 @@ class _Control(Control):
 
     def __init__(self) -> None:
         self.name = "rank 0"
+        self.clock = BestSamples()
         self._request = LocalStore().connect()
 
     def send(self, message: FromWorker) -> None: ...

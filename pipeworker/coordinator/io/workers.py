@@ -59,7 +59,8 @@ class WorkerConnections:
         self._encoded: tuple[ToWorker, bytes] | None = None
         # By peer; of workers that have joined, streams are kept.
         self._streams: defaultdict[bytes, ReliableStream] = defaultdict(ReliableStream)
-        self._beats: dict[bytes, float] = {}  # by peer: the time of its last heartbeat
+        # By peer: when its last heartbeat arrived, and the time that it had.
+        self._beats: dict[bytes, tuple[float, float]] = {}
         self._quiet: set[bytes] = set()  # members whose heartbeats do not arrive
 
     def events(self, until: float) -> Iterator[Event]:
@@ -83,7 +84,7 @@ class WorkerConnections:
                 yield InvalidFrame(peer, f"a malformed frame: {error}")
                 continue
             if isinstance(message, Heartbeat):
-                self._beats[peer] = time.monotonic()
+                self._beats[peer] = time.perf_counter(), message.time
                 if generation == self._generation():
                     self._on_heartbeat(peer, message)
             elif self._streams[peer].accept(number):
@@ -117,7 +118,7 @@ class WorkerConnections:
 
     def ping_quiet(self, members: Collection[bytes]) -> None:
         """Ping the members whose heartbeats have not arrived for `redial` seconds, once each."""
-        now = time.monotonic()
+        now = time.perf_counter()
         quiet = {peer for peer in members if self._is_quiet(peer, now)}
         for peer in quiet - self._quiet:
             self._ping(peer)
@@ -158,13 +159,16 @@ class WorkerConnections:
 
     def _ping(self, peer: bytes, *, resend: bool = False) -> None:
         stream = self._streams[peer]
-        quiet = self._is_quiet(peer, time.monotonic())
-        ping = Ping(stream.sent, stream.received, resend, quiet)
+        now = time.perf_counter()
+        arrived, beat = self._beats.get(peer, (now, 0.0))
+        quiet = self._is_quiet(peer, now)
+        ping = Ping(stream.sent, stream.received, resend, quiet, beat, now - arrived, now)
         frame = codec.encode(ping, self._generation())
         self._put(peer, pack(UNNUMBERED, frame), "Ping")
 
     def _is_quiet(self, peer: bytes, now: float) -> bool:
-        return now - self._beats.get(peer, now) > self._redial
+        arrived, _ = self._beats.get(peer, (now, 0.0))
+        return now - arrived > self._redial
 
     def _put(self, peer: bytes, data: bytes, name: str) -> None:
         try:

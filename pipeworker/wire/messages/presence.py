@@ -41,6 +41,7 @@ class Heartbeat:
         memory: bytes that it uses, of its accelerator or of its process; 0 if unknown.
         evaluated: mini-batches of an evaluation set that it has read in the present pass.
         evaluation_length: mini-batches of that set, 0 if unknown.
+        time: when it was sent, by the worker's clock.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class Heartbeat:
     memory: int = 0
     evaluated: int = 0
     evaluation_length: int = 0
+    time: float = 0.0
 
     def __post_init__(self) -> None:
         check(min(self.sent, self.received) >= 0, "a negative number of messages")
@@ -83,12 +85,18 @@ class Ping:
 
     Attributes:
         quiet: whether the worker's heartbeats have not arrived for a while.
+        beat: the time that the worker's last heartbeat had; 0 for none.
+        held: seconds from its arrival to this ping.
+        time: when this was sent, by the coordinator's clock.
     """
 
     sent: int = 0
     received: int = 0
     resend: bool = False
     quiet: bool = False
+    beat: float = 0.0
+    held: float = 0.0
+    time: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
