@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -36,6 +37,20 @@ def clock_identity() -> str:
     except OSError:  # a kernel without namespaces for clocks
         offsets = []
     return "/".join([boot, *offsets])
+
+
+def start_row(rank: int, replica: int, stages: Sequence[int], generation: int) -> Row:
+    """Return the first row of a worker's process, which began just now."""
+    return {
+        "worker": rank,
+        "replica": replica,
+        "stages": " ".join(map(str, stages)),
+        "generation": generation,
+        "host": socket.gethostname(),
+        "clock": clock_identity(),
+        "now": perf_counter(),
+        "time": time.time(),
+    }
 
 
 def microseconds(base: float, times: Sequence[float]) -> list[int]:

@@ -11,11 +11,14 @@ from pipeworker.errors import ProtocolError
 from pipeworker.facts.connections import Skip
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.facts.position import Phase
+from pipeworker.host import streams
 from pipeworker.job import file as job_file
 from pipeworker.job.file import hooks_of
 from pipeworker.job.signatures import takes_steps
 from pipeworker.plan.actions import Action, Edge, parse_actions
+from pipeworker.record.rundir import located
 from pipeworker.record.stage_state import check_savable
+from pipeworker.trace.recorder import Recorder, start_row
 from pipeworker.wire.messages.plan import Described, Plan, Source
 from pipeworker.worker.blame import user_code
 from pipeworker.worker.device import numerics
@@ -114,6 +117,15 @@ class ModelledWorker:
         )
 
 
+def _recorder(loaded: LoadedWorker) -> Recorder:
+    """Return the recorder of a worker, whose host records what the worker itself cannot."""
+    role, settings = loaded.role, loaded.settings
+    path = loaded.run_dir.worker_timeline(role.rank)
+    settings.ring.path = located(path)
+    start = start_row(role.rank, role.replica, role.stages, settings.generation)
+    return Recorder(path, start, streams.note, loaded.control.clock.take)
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedWorker:
     """A worker that has built its stages."""
@@ -129,11 +141,13 @@ class ConnectedWorker(PlannedWorker):
 
     Attributes:
         evaluation: actions of the worker for one micro-batch of an evaluation pass.
+        recorder: what the worker does is recorded there.
     """
 
     wiring: Wiring
     executor: Executor
     evaluation: tuple[Action, ...]
+    recorder: Recorder
 
     @staticmethod
     def connect(planned: PlannedWorker, plan: Plan, types: dict[str, type]) -> ConnectedWorker:
@@ -173,7 +187,8 @@ class ConnectedWorker(PlannedWorker):
         )
         executor = Executor(wiring, role.placement, feed, loaded.settings.ring)
         evaluation = parse_actions(plan.evaluation)
-        return ConnectedWorker(loaded, stages, state, wiring, executor, evaluation)
+        recorder = _recorder(loaded)
+        return ConnectedWorker(loaded, stages, state, wiring, executor, evaluation, recorder)
 
     def begin(self, steps: int, *, has_state: bool) -> None:
         """Transfer state between replicas if it is necessary, and read the first mini-batch.

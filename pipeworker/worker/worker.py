@@ -6,11 +6,9 @@ import contextlib
 import gc
 import os
 import socket
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 from typing_extensions import assert_never
@@ -19,11 +17,9 @@ from pipeworker.environment import versions
 from pipeworker.errors import PipeworkerError, ProtocolError
 from pipeworker.facts.failure import Failure
 from pipeworker.facts.position import Phase
-from pipeworker.host import streams
 from pipeworker.job.options import Options
 from pipeworker.plan.actions import parse_actions
-from pipeworker.record.rundir import located
-from pipeworker.trace.recorder import EVALUATION, SAVE, SNAPSHOT, UPDATE, Recorder, clock_identity
+from pipeworker.trace.recorder import EVALUATION, SAVE, SNAPSHOT, UPDATE
 from pipeworker.wire.messages.checkpoint import Save
 from pipeworker.wire.messages.directions import Advance, Finish, FromWorker, ToWorker
 from pipeworker.wire.messages.plan import Described, Plan, Ready
@@ -74,7 +70,6 @@ class Worker:
         """None before the first message."""
         self._has_updated = False
         self._profiler: StepProfiler | None = None
-        self._recorder: Recorder | None = None
 
     @property
     def is_loaded(self) -> bool:
@@ -162,7 +157,6 @@ class Worker:
         has_state = planned.state.begin(plan)
         self._phase = connected = ConnectedWorker.connect(planned, plan, modelled.types)
         connected.begin(plan.steps, has_state=has_state)
-        self._recorder = self._make_recorder(loaded)
         if steps := loaded.role.options.profiled:
             folder, executor = loaded.run_dir.profiles, connected.executor
             rank, device = self._settings.rank, loaded.device
@@ -177,31 +171,13 @@ class Worker:
             unit_of(loaded.device),
         )
 
-    def _make_recorder(self, loaded: LoadedWorker) -> Recorder:
-        role, settings = loaded.role, self._settings
-        path = loaded.run_dir.worker_timeline(role.rank)
-        settings.ring.path = located(path)
-        start = {
-            "worker": role.rank,
-            "stages": " ".join(map(str, role.stages)),
-            "replica": role.replica,
-            "generation": settings.generation,
-            "host": socket.gethostname(),
-            "clock": clock_identity(),
-            "now": perf_counter(),
-            "time": time.time(),
-        }
-        return Recorder(path, start, streams.note, self._control.clock.take)
-
     def record(self) -> None:
         """Record what the worker did because of the last message, which was answered just now."""
-        if self._recorder is not None:
-            self._recorder.write()
+        if isinstance(self._phase, ConnectedWorker):
+            self._phase.recorder.write()
 
     def _advance(self, message: Advance, worker: ConnectedWorker) -> FromWorker | None:
-        recorder = self._recorder
-        assert recorder is not None, "the worker is connected"
-        command = message.next
+        recorder, command = worker.recorder, message.next
         recorded = isinstance(command, RunStep) and command.recorded
         recorder.receive(getattr(command, "step", 0), recorded=recorded)
         worker.state.snapshots.stop_serving()
@@ -212,18 +188,18 @@ class Worker:
         if message.copy is not None:
             with recorder.during(SNAPSHOT):
                 worker.state.copy(message.copy, worker.position)
-        match message.next:
+        match command:
             case RunStep():
-                return self._run(message.next, worker, recorder)
+                return self._run(command, worker)
             case Evaluate():
                 with recorder.during(EVALUATION):
-                    return self.evaluate(message.next.step, worker.loaded.evaluation())
+                    return self.evaluate(command.step, worker.loaded.evaluation())
             case Save():
                 with recorder.during(SAVE):
-                    return worker.state.save(message.next, worker.position)
+                    return worker.state.save(command, worker.position)
             case Wait() | Finish():
                 return None
-        return assert_never(message.next)
+        return assert_never(command)
 
     def _change(self, update: Change | None, worker: PlannedWorker) -> None:
         """Do what changes the state before the next command."""
@@ -249,7 +225,7 @@ class Worker:
             self._tracker.wait(update.step)
             worker.stages.share_weights(self.connected.wiring)
 
-    def _run(self, run: RunStep, worker: ConnectedWorker, recorder: Recorder) -> StepDone:
+    def _run(self, run: RunStep, worker: ConnectedWorker) -> StepDone:
         if worker.loaded.job.steps_by_epoch and run.batch.microbatches:
             # Read one more mini-batch, to see whether the epoch ends with this step: a run that is
             # resumed has the same learning rates.
@@ -258,9 +234,9 @@ class Worker:
             worker.state.begin_step(lambda: worker.position)
         if run.actions:
             actions = parse_actions(run.actions)
-            recorder.use(worker.executor.set_actions(actions), actions)
+            worker.recorder.use(worker.executor.set_actions(actions), actions)
         output = worker.executor.run(run)
-        recorder.run(output.times)
+        worker.recorder.run(output.times)
         return StepDone(
             self._settings.rank,
             run.step,
@@ -372,6 +348,7 @@ class Worker:
             with contextlib.suppress(Exception):  # of the user's data, within a step
                 phase.state.at = phase.position
             phase.wiring.close()
+            phase.recorder.close()
             self._phase = PlannedWorker(phase.loaded, phase.stages, phase.state)
 
     def finish(self, message: Advance) -> FromWorker | None:
@@ -397,8 +374,6 @@ class Worker:
     def close(self) -> None:
         """Release channels and threads, and the memory that channels map."""
         self.end_profile()
-        if self._recorder is not None:
-            self._recorder.close()
         phase = self._phase
         if isinstance(phase, PlannedWorker):
             phase.state.close()
