@@ -87,12 +87,13 @@ def trace(run: Path, steps: str | None, output: Path | None) -> None:
 
 @click.command()
 @click.argument("run", type=_PATH)
+@click.option("--compare", "other", metavar="RUN2", type=_PATH, help="Another run, side by side.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def report(run: Path, *, as_json: bool) -> None:
+def report(run: Path, other: Path | None, *, as_json: bool) -> None:
     """Show where the time of the steps of RUN went, and what to change; RUN may be running."""
     from pipeworker.runs import report
 
-    click.echo(report.report(run, as_json=as_json))
+    click.echo(report.report(run, other, as_json=as_json))
 
 
 RUN_COMMANDS = (list_runs, compare, prune, report, trace)

@@ -113,5 +113,8 @@ def test_the_advice_of_a_report_is_worth_what_it_says(jobs: Jobs) -> None:
     idle = found["workers"][1]["idle"]
     assert idle["imbalance"] > 0.4 * found["seconds"]
     better = jobs.train(*words, *advice["option"].split(), source=SLEEPING)
+    both = jobs.pipeworker("report", str(run.path), "--compare", str(better.path)).stdout
+    assert re.match(rf"a step of {better.path} takes \d+% less time than one of {run.path}", both)
+    assert both.splitlines()[3].split()[0] == "imbalance"  # the largest difference
     gained = median_step(run) / median_step(better)
     assert gained - 1 == pytest.approx(advice["gain"] - 1, rel=1 / 3)

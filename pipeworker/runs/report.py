@@ -61,12 +61,22 @@ class Report:
     advice: Advice
 
 
-def report(path: Path, *, as_json: bool = False) -> str:
-    """Describe where the time of a run's recorded steps went.
+def report(path: Path, other: Path | None = None, *, as_json: bool = False) -> str:
+    """Describe where the time of a run's recorded steps went, beside another run if it is given.
 
     Raises:
         UsageError: there is no run, it has no recorded steps, or a file of it cannot be read.
     """
+    made = _read(path)
+    if other is None:
+        return json.dumps(_facts(made), indent=2) if as_json else "\n".join(_text(made))
+    pair = made, _read(other)
+    if as_json:
+        return json.dumps({"runs": [_facts(one) for one in pair]}, indent=2)
+    return "\n".join(_difference((path, other), pair))
+
+
+def _read(path: Path) -> Report:
     run_dir = RunDir(path)
     record = RunRecord.read(run_dir)
     try:
@@ -76,7 +86,7 @@ def report(path: Path, *, as_json: bool = False) -> str:
     made = of_run(run_dir, record, lives)
     if made is None:
         raise UsageError(f"{path}: it has no recorded steps that all of its workers have finished")
-    return json.dumps(_facts(made), indent=2) if as_json else "\n".join(_text(made))
+    return made
 
 
 def of_run(run_dir: RunDir, record: RunRecord, lives: Sequence[WorkerLife]) -> Report | None:
@@ -181,3 +191,36 @@ def _table(found: Breakdown) -> Sequence[str]:
     if len(found.workers) > 1:
         rows.append(["mean", "", *shares(mean)])
     return table(rows, right=range(2, len(head)))
+
+
+def _means(found: Breakdown) -> dict[str, float]:
+    """Return the milliseconds of a step by part, over all workers."""
+    scale = 1e3 / len(found.steps) / len(found.workers)
+    means = {part: scale * sum(getattr(time, part) for time in found.workers) for part in _PARTS}
+    return means | {
+        cause: scale * sum(time.idle[cause] for time in found.workers) for cause in CAUSES
+    }
+
+
+def _difference(paths: tuple[Path, Path], pair: tuple[Report, Report]) -> Iterator[str]:
+    """Yield where the steps of two runs differ, the largest difference first."""
+    first, second = (_means(one.found) for one in pair)
+    totals = [1e3 * one.found.seconds / len(one.found.steps) for one in pair]
+    by = totals[1] / totals[0] - 1
+    yield (
+        f"a step of {paths[1]} takes {abs(by):.0%} {'more' if by > 0 else 'less'} time than one of "
+        f"{paths[0]}; milliseconds of a step, the mean of all workers:"
+    )
+    yield ""
+    rows = [["", str(paths[0]), str(paths[1]), "difference"]]
+    parts = sorted(first, key=lambda part: -abs(second[part] - first[part]))
+    for part in parts:
+        if first[part] or second[part]:
+            values = first[part], second[part]
+            rows.append([_WORDS.get(part, part), *_shown(*values)])
+    rows.append(["step", *_shown(*totals)])
+    yield from table(rows, right=(1, 2, 3))
+
+
+def _shown(first: float, second: float) -> list[str]:
+    return [f"{first:.2f}", f"{second:.2f}", f"{second - first:+.2f}"]
