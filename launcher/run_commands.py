@@ -1,7 +1,9 @@
-"""The commands that look after the runs of a folder: list, compare, prune, report, trace."""
+"""The commands that look after the runs of a folder: list, compare, prune, report, top, trace."""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import click
@@ -96,4 +98,18 @@ def report(run: Path, other: Path | None, *, as_json: bool) -> None:
     click.echo(report.report(run, other, as_json=as_json))
 
 
-RUN_COMMANDS = (list_runs, compare, prune, report, trace)
+@click.command()
+@click.argument("run", type=_PATH)
+@click.option("--once", is_flag=True, help="Show it once.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, once.")
+def top(run: Path, *, once: bool, as_json: bool) -> None:
+    """Show what the workers of the job that runs in RUN do, live; the job is left alone."""
+    from pipeworker.runs import top
+
+    if as_json:
+        click.echo(json.dumps(top.snapshot(run), indent=2))
+    else:
+        top.watch(run, once=once or not sys.stdout.isatty())
+
+
+RUN_COMMANDS = (list_runs, compare, prune, report, top, trace)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import statistics
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 from pipeworker.plan.actions import COMPUTE, parse_actions
 from pipeworker.trace.recorder import EVALUATION, SAVE, UPDATE, seconds
-from support.jobs import Jobs, Run
+from support.jobs import Jobs, Run, until
 from support.sources import JOB
 
 EVALUATED = (
@@ -118,3 +120,22 @@ def test_the_advice_of_a_report_is_worth_what_it_says(jobs: Jobs) -> None:
     assert both.splitlines()[3].split()[0] == "imbalance"  # the largest difference
     gained = median_step(run) / median_step(better)
     assert gained - 1 == pytest.approx(advice["gain"] - 1, rel=1 / 3)
+
+
+def test_what_the_workers_of_a_running_job_do_is_shown(jobs: Jobs) -> None:
+    words = ("--stages", "2", "--microbatches", "4", "--steps", "100000")
+    process, path = jobs.start(*words, source=SLEEPING)
+    until(lambda: (path / "metrics.jsonl").exists() and (path / "metrics.jsonl").read_text())
+    found = json.loads(jobs.pipeworker("top", str(path), "--json").stdout)
+    assert [one["stages"] for one in found["workers"]] == [[0], [1]]
+    assert found["doing"] == "stepping"
+    assert all(one["step"] > 0 and one["memory_bytes"] > 0 for one in found["workers"])
+    text = jobs.pipeworker("top", str(path)).stdout
+    assert re.search(r"step \d+  loss [\d.e-]+  .* samples/s", text)
+    assert re.search(r"^worker +stages +does +step", text, re.MULTILINE)
+    os.kill(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
+    assert not {".watch", ".now.json"} & {entry.name for entry in path.iterdir()}
+    over = jobs.pipeworker("top", str(path))
+    assert over.returncode == 2
+    assert "no job is running there" in over.stderr

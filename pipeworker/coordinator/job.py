@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from typing import Any
 
 from typing_extensions import assert_never
 
@@ -129,6 +130,16 @@ class Job:
     def peers(self) -> list[bytes]:
         """The transport identities of all workers that have joined."""
         return self.generation.roster.peers
+
+    def now(self, now: float) -> dict[str, Any]:
+        """Return what the job does at present, as JSON has it."""
+        generation = self.generation
+        return {
+            "generation": generation.number,
+            "restarts": len(self._restarts.causes),
+            "doing": generation.state.name.lower(),
+            "workers": generation.roster.now(now),
+        }
 
     @property
     def awaits_late_workers(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 from pipeworker.facts.failure import Cause, Failure, describe_exit
 from pipeworker.facts.position import Position
@@ -106,6 +107,26 @@ class Roster:
     def member(self, peer: bytes) -> Member | None:
         """Return the member with this transport identity, or None."""
         return self.members.get(self._rank_of.get(peer, -1))
+
+    def now(self, now: float) -> list[dict[str, Any]]:
+        """Return what each worker does at present, by its last heartbeat, as JSON has it."""
+        members = [self.members[rank] for rank in sorted(self.members)]
+        return [
+            {
+                "worker": member.hello.rank,
+                "host": member.hello.host,
+                "stages": list(self.placement.stages_of(member.hello.rank)),
+                "phase": member.position.phase.name.lower(),
+                "step": member.position.step,
+                "microbatch": member.position.microbatch,
+                "layer": member.position.layer,
+                "class": member.class_at(member.position),
+                "waits": member.waits,
+                "memory_bytes": member.beat.memory if member.beat else 0,
+                "silent_seconds": round(max(0.0, now - member.last_heard), 1),
+            }
+            for member in members
+        ]
 
     def admit(self, peer: bytes, hello: Hello, now: float) -> bool:
         """Add a worker and return True, unless its rank is taken or not part of the job."""

@@ -45,6 +45,9 @@ from pipeworker.wire import lines, sockets
 from pipeworker.wire.lines import Configuration
 from pipeworker.wire.messages.checkpoint import Restore
 
+_WATCHED, _LOOK = 5.0, 0.5
+"""Seconds for which one request has the job write what its workers do, and between two writes."""
+
 log = logging.getLogger("pipeworker.coordinator")
 
 
@@ -87,6 +90,7 @@ class Service:
         )
         self._plans = PlanThread()
         self._interrupted = False
+        self._watched_until = self._next_look = 0.0
         self._verdict: lines.Verdict | None = None
 
     def _start(self) -> Start:
@@ -138,6 +142,7 @@ class Service:
                 self._workers.ping_quiet(set(self._job.peers))
                 if self._run_dir.withdraw_checkpoint_request():
                     self._handle(lines.SaveRequest())
+                self._show(now)
             if now >= next_ping:
                 next_ping = now + self._timings.ping
                 self._ping_all()
@@ -148,6 +153,14 @@ class Service:
         workers = self._workers
         log.info("control messages: %d received, %d sent", workers.received, workers.sent)
         return self._verdict.exit_status
+
+    def _show(self, now: float) -> None:
+        """Write what the workers do at present, while somebody watches."""
+        if self._run_dir.withdraw_watch_request():
+            self._watched_until = now + _WATCHED
+        if self._next_look <= now < self._watched_until:
+            self._next_look = now + _LOOK
+            self._files.write_now(self._job.now(now))
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._interrupted = True

@@ -92,6 +92,18 @@ def write_json(path: Path, value: Any) -> None:
     write_bytes(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
+def replace_json(path: Path, value: Any) -> None:
+    """Write `value` as JSON in place of a file; readers see either one, and the disk may lag.
+
+    Raises:
+        OSError: the file cannot be written; what `path` held before is unchanged.
+    """
+    with temporary_path(path) as temporary:
+        with temporary.open("xb") as file:
+            file.write(json.dumps(value).encode())
+        temporary.replace(path)
+
+
 def sync_file(file: IO[str] | IO[bytes]) -> None:
     """Flush an open file to disk."""
     file.flush()

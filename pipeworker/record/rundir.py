@@ -36,6 +36,7 @@ JOB = "job.py"
 JOBS = (JOB, "job.ipynb")
 _JOB_FOLDER = ".job-"
 _REQUEST = ".checkpoint"
+_WATCH = ".watch"
 _ROWS = (".jsonl", ".csv")
 _LEFTOVERS = (".step-*.partial", ".*.gone")
 _CHECKPOINTS = "give the directory of a finished run, or one of its checkpoints"
@@ -88,6 +89,7 @@ class RunDir:
         self.hooks = path / "hooks.json"
         self.profiles = path / "profile"
         self.timeline = path / "timeline"
+        self.now = path / ".now.json"
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
@@ -241,8 +243,19 @@ class RunDir:
 
     def withdraw_checkpoint_request(self) -> bool:
         """Return whether a checkpoint was requested, and withdraw the request."""
+        return self._withdraw(_REQUEST)
+
+    def request_watch(self) -> None:
+        """Request that the job which runs here writes `now` for a few seconds."""
+        os.close(no_link(self.root / _WATCH, os.O_WRONLY | os.O_CREAT))
+
+    def withdraw_watch_request(self) -> bool:
+        """Return whether :meth:`request_watch` was called, and withdraw the request."""
+        return self._withdraw(_WATCH)
+
+    def _withdraw(self, name: str) -> bool:
         try:
-            (self.root / _REQUEST).unlink()
+            (self.root / name).unlink()
         except OSError:
             return False
         return True
@@ -261,6 +274,8 @@ class RunDir:
             self.summary,
             self.lock,
             self.hooks,
+            self.now,
+            self.root / _WATCH,
         ]
         logs = self.coordinator_log().parent
         written = [

@@ -6,7 +6,9 @@ import dataclasses
 import errno
 import logging
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +22,7 @@ from pipeworker.facts.layer_names import LayerNames
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.host.descriptors import DescriptorReserve
 from pipeworker.job.options import Options
-from pipeworker.record.atomic_file import open_file, write_json
+from pipeworker.record.atomic_file import open_file, replace_json, write_json
 from pipeworker.record.manifest import Manifest
 from pipeworker.record.metrics.formats import ExtraFormats
 from pipeworker.record.metrics.rows import Rows
@@ -66,8 +68,15 @@ class RunFiles:
         if options.csv or options.tensorboard:
             self._write_extras(begin)
 
+    def write_now(self, content: dict[str, Any]) -> None:
+        """Write what the workers do at present; nothing depends on it."""
+        with suppress(OSError):
+            replace_json(self.run_dir.now, {"time": time.time(), **content})
+
     def close(self) -> None:
         """Close the files of rows, and what is written beside them."""
+        with suppress(OSError):
+            self.run_dir.now.unlink()
         for file in self._rows.values():
             file.close()
         if self._extras:
