@@ -39,10 +39,14 @@ def clock_identity() -> str:
     return "/".join([boot, *offsets])
 
 
-def start_row(rank: int, replica: int, stages: Sequence[int], generation: int) -> Row:
-    """Return the first row of a worker's process, which began just now."""
+def start_row(rank: int, replica: int, stages: Sequence[int], attempt: str, generation: int) -> Row:
+    """Return the first row of a worker's process, which began just now.
+
+    `attempt` is equal for all workers of a command that begins or resumes the run.
+    """
     return {
         "worker": rank,
+        "attempt": attempt,
         "replica": replica,
         "stages": " ".join(map(str, stages)),
         "generation": generation,

@@ -76,6 +76,7 @@ class WorkerLife:
 
     Attributes:
         rank, replica, stages: what the worker was.
+        attempt: equal for all workers of a command that began or resumed the run.
         generation: how many generations of workers there have been, with this one.
         host: the name of its host.
         clock: equal for processes whose clocks show the same.
@@ -87,6 +88,7 @@ class WorkerLife:
     rank: int
     replica: int
     stages: tuple[int, ...]
+    attempt: str
     generation: int
     host: str
     clock: str
@@ -100,6 +102,7 @@ class _Start(msgspec.Struct):
     worker: int
     stages: str
     replica: int
+    attempt: str
     generation: int
     host: str
     clock: str
@@ -130,7 +133,7 @@ class _Times(msgspec.Struct):
 
 
 def read_timeline(run_dir: RunDir) -> tuple[WorkerLife, ...]:
-    """Return the lives of a run's workers, by rank and then in order.
+    """Return the lives of a run's workers since it was last resumed, by rank and then in order.
 
     Raises:
         UnreadableFile: a file of the timeline is not what a worker writes.
@@ -145,7 +148,8 @@ def read_timeline(run_dir: RunDir) -> tuple[WorkerLife, ...]:
     ranks = sorted(int(found[1]) for name in names if (found := _FILE.fullmatch(name)))
     for rank in ranks:
         lives += _lives(run_dir.worker_timeline(rank))
-    return tuple(lives)
+    last = max(lives, key=lambda life: life.time, default=None)
+    return tuple(life for life in lives if last and life.attempt == last.attempt)
 
 
 def _lives(path: Path) -> Iterator[WorkerLife]:
@@ -182,6 +186,7 @@ def _life(start: _Start, commands: list[Command], samples: list[ClockSample]) ->
         start.worker,
         start.replica,
         tuple(map(int, start.stages.split())),
+        start.attempt,
         start.generation,
         start.host,
         start.clock,

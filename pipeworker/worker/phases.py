@@ -19,6 +19,7 @@ from pipeworker.plan.actions import Action, Edge, parse_actions
 from pipeworker.record.rundir import located
 from pipeworker.record.stage_state import check_savable
 from pipeworker.trace.recorder import Recorder, start_row
+from pipeworker.wire.keys import derive_secret
 from pipeworker.wire.messages.plan import Described, Plan, Source
 from pipeworker.worker.blame import user_code
 from pipeworker.worker.device import numerics
@@ -122,7 +123,10 @@ def _recorder(loaded: LoadedWorker) -> Recorder:
     role, settings = loaded.role, loaded.settings
     path = loaded.run_dir.worker_timeline(role.rank)
     settings.ring.path = located(path)
-    start = start_row(role.rank, role.replica, role.stages, settings.generation)
+    # No two attempts have the same: torchrun's may have a token in common, but not the step.
+    secret = derive_secret(settings.token, b"timeline").hex()[:8]
+    attempt = f"{secret}-{role.options.resume_step}"
+    start = start_row(role.rank, role.replica, role.stages, attempt, settings.generation)
     return Recorder(path, start, streams.note, loaded.control.clock.take)
 
 

@@ -23,7 +23,7 @@ from pipeworker.worker.control import Control
 from pipeworker.worker.settings import Settings
 from pipeworker.worker.worker import Worker
 from support.orders import build
-from support.transport import ENDPOINT, LocalStore
+from support.transport import ENDPOINT, MEMBERSHIP, LocalStore
 
 MICROBATCHES = 2
 
@@ -61,7 +61,7 @@ class SingleWorker:
     """The worker of a job of one stage; `settings` are more of :class:`Settings`."""
 
     def __init__(self, local_rank: int = 0, **settings: Any) -> None:
-        made = Settings(0, ENDPOINT, "", local_rank, to_log=False, **settings)
+        made = Settings(0, ENDPOINT, MEMBERSHIP.token, local_rank, to_log=False, **settings)
         self.worker = Worker(made, _Control())
         self.batch: Batch | None = None
         self.epoch_length = 0

@@ -14,8 +14,16 @@ BASE = 5000.0
 
 
 def start_of(rank: int, generation: int = 1, **more: Any) -> dict[str, Any]:
-    own = {"worker": rank, "stages": f"{rank}", "replica": 0, "generation": generation}
-    return {**own, "host": "here", "clock": "one", "now": BASE, "time": 1e9, **more}
+    own = {"worker": rank, "stages": f"{rank}", "replica": 0, "attempt": "a-0"}
+    return {
+        **own,
+        "generation": generation,
+        "host": "here",
+        "clock": "one",
+        "now": BASE,
+        "time": 1e9,
+        **more,
+    }
 
 
 def lives_of(
@@ -49,5 +57,5 @@ def lives_of(
             if late is not None:
                 commands.append(Command(step, 1, base + makespan + late, None))
         held = schedule.placement.held[rank]
-        lives.append(WorkerLife(rank, 0, held, 1, "here", "one", BASE, 1e9, tuple(commands)))
+        lives.append(WorkerLife(rank, 0, held, "a-0", 1, "here", "one", BASE, 1e9, tuple(commands)))
     return lives

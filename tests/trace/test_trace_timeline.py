@@ -149,3 +149,14 @@ def test_no_timeline_is_none(tmp_path: Path) -> None:
     assert read_timeline(RunDir(tmp_path)) == ()
     with pytest.raises(UsageError):
         write_trace(tmp_path, None, tmp_path / "t.json")
+
+
+def test_only_what_was_done_since_the_run_was_resumed_is_read(tmp_path: Path) -> None:
+    actions = parse_actions("0F0 0B0")
+    for attempt, ranks, moment in (("a-0", (0, 1, 2), 1e9), ("b-6", (0, 1), 1e9 + 50)):
+        for rank in ranks:
+            start = start_of(rank, attempt=attempt, time=moment + rank)
+            path = RunDir(tmp_path).worker_timeline(rank)
+            Recorder(path, start, pytest.fail).use(1, actions)
+    lives = read_timeline(RunDir(tmp_path))
+    assert [(life.rank, life.attempt) for life in lives] == [(0, "b-6"), (1, "b-6")]
