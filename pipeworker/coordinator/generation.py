@@ -34,7 +34,6 @@ from pipeworker.coordinator.store import KeyValueStore
 from pipeworker.errors import AGAIN, ProtocolError, UsageError
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.step import Batch, Evaluation
-from pipeworker.trace.sampling import Sampling
 from pipeworker.wire.lines import Activity, Joined, Warned
 from pipeworker.wire.messages.checkpoint import Restore, Save, Saved
 from pipeworker.wire.messages.directions import Advance, Finish, FromWorker
@@ -70,7 +69,6 @@ class Generation(FactFinding):
     _store: KeyValueStore = field(init=False, default_factory=KeyValueStore)
     _evaluation: Evaluation | None = field(init=False, default=None)
     _pass_failure: Failure | None = field(init=False, default=None)
-    _sampling: Sampling = field(init=False, default_factory=Sampling)
 
     # Events.
 
@@ -319,7 +317,8 @@ class Generation(FactFinding):
         if save and copy is None:
             step = self.progress.steps
             effects.append(Log(f"no checkpoint of step {step}: earlier ones are being written"))
-        if self.options.trace or self._sampling.takes(self.blueprint.row_bytes(run.batch), now):
+        size = self.blueprint.row_bytes(run.batch)
+        if self.options.trace or self.progress.sampling.takes(size, now):
             run = replace(run, recorded=True)
         return self._send_all(self.blueprint.run_messages(run, due.update, copy), effects)
 

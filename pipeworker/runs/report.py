@@ -80,7 +80,7 @@ def _read(path: Path) -> Report:
     run_dir = RunDir(path)
     record = RunRecord.read(run_dir)
     try:
-        lives = aligned(read_timeline(run_dir))
+        lives = aligned(read_timeline(run_dir).lives)
     except OSError as error:
         raise UnreadableFile(path, error) from None
     made = of_run(run_dir, record, lives)

@@ -39,10 +39,10 @@ def write_trace(path: Path, steps: str | None, asked: Path | None) -> str:
     run_dir = RunDir(path)
     RunRecord.read(run_dir)
     try:
-        lives = read_timeline(run_dir)
+        timeline = read_timeline(run_dir, chosen)
     except OSError as error:
         raise UnreadableFile(path, error) from None
-    recorded = sorted({c.step for life in lives for c in life.commands if c.actions})
+    lives, recorded = timeline.lives, timeline.recorded
     if not recorded:
         raise UsageError(f"{path}: it has no recorded steps; a run records them since it began")
     if chosen is not None and not any(step in chosen for step in recorded):
@@ -60,7 +60,7 @@ def write_trace(path: Path, steps: str | None, asked: Path | None) -> str:
         write_bytes(output, data)
     except OSError as error:
         raise RecordError(output, error) from None
-    shown = [step for step in recorded if chosen is None or step in chosen]
+    shown = sorted({c.step for life in lives for c in life.commands if c.actions})
     workers = len({life.rank for life in lives})
     return (
         f"{output}: steps {_ranges(shown)} of {workers} workers; https://ui.perfetto.dev opens it, "
@@ -125,7 +125,7 @@ def _chosen(steps: str | None) -> range | None:
     return range(int(found[1]), int(found[2]) + 1)
 
 
-def _ranges(steps: list[int]) -> str:
+def _ranges(steps: Sequence[int]) -> str:
     """Return steps in words: ``1-3, 7``; the first ranges if there are many."""
     found: list[list[int]] = []
     for step in steps:

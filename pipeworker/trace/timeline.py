@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +19,11 @@ from pipeworker.record.metrics.rows import read_lines
 from pipeworker.record.rundir import RunDir
 from pipeworker.trace.recorder import seconds
 
+LAST = 200
+"""Commands of each worker that are read if no steps are asked for."""
+_STEP = re.compile(rb'\{"step": (\d{1,12})[,}]')
+_TIMES = b'"times": '
+_MOST_SECONDS = 1e15
 _FILE = re.compile(r"worker-(\d{1,6})\.jsonl", re.ASCII)
 
 
@@ -132,60 +139,116 @@ class _Times(msgspec.Struct):
     times: list[int] = []
 
 
-def read_timeline(run_dir: RunDir) -> tuple[WorkerLife, ...]:
-    """Return the lives of a run's workers since it was last resumed, by rank and then in order.
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What is recorded of a run since it was last resumed.
+
+    Attributes:
+        lives: by rank and then in order, with the commands that were asked for.
+        recorded: all steps whose actions are recorded, ascending.
+    """
+
+    lives: tuple[WorkerLife, ...] = ()
+    recorded: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class _Life:
+    """The lines of one process of a worker, as far as they are of use; commands are not parsed."""
+
+    start: _Start
+    programs: dict[int, tuple[Action, ...]] = field(default_factory=dict)
+    samples: list[ClockSample] = field(default_factory=list)
+    commands: deque[tuple[int, bytes]] = field(default_factory=lambda: deque(maxlen=LAST))
+    recorded: set[int] = field(default_factory=set)
+
+
+def read_timeline(run_dir: RunDir, steps: range | None = None) -> Timeline:
+    """Return what is recorded of a run: of some `steps`, or of the last commands of each worker.
 
     Raises:
         UnreadableFile: a file of the timeline is not what a worker writes.
+        OSError: a file cannot be opened now.
     """
-    lives: list[WorkerLife] = []
     try:
         names = sorted(path.name for path in run_dir.timeline.iterdir())
     except (FileNotFoundError, NotADirectoryError):
-        return ()
+        return Timeline()
     except OSError as error:
         raise UnreadableFile(run_dir.timeline, error) from None
     ranks = sorted(int(found[1]) for name in names if (found := _FILE.fullmatch(name)))
+    every: list[tuple[Path, _Life]] = []
     for rank in ranks:
-        lives += _lives(run_dir.worker_timeline(rank))
-    last = max(lives, key=lambda life: life.time, default=None)
-    return tuple(life for life in lives if last and life.attempt == last.attempt)
+        path = run_dir.worker_timeline(rank)
+        every += [(path, life) for life in _lives(path, steps)]
+    last = max((life.start for _, life in every), key=lambda start: start.time, default=None)
+    of_last = [(p, life) for p, life in every if last and life.start.attempt == last.attempt]
+    recorded = set[int]().union(*(life.recorded for _, life in of_last))
+    return Timeline(tuple(_parsed(*pair) for pair in of_last), tuple(sorted(recorded)))
 
 
-def _lives(path: Path) -> Iterator[WorkerLife]:
-    start: _Start | None = None
-    commands: list[Command] = []
-    samples: list[ClockSample] = []
-    programs: dict[int, tuple[Action, ...]] = {}
+def _lives(path: Path, steps: range | None) -> Iterator[_Life]:
+    """Yield the lives in a file; only what all rows need is parsed, for there may be many."""
+    life: _Life | None = None
     for number, line in enumerate(read_lines(path), 1):
         if not line.endswith(b"\n"):
             break  # it is being written, or its writer was killed
-        try:
+        step = _STEP.match(line)
+        if step and life:
+            if _TIMES in line:
+                life.recorded.add(int(step[1]))
+            if steps is None:
+                life.commands.append((number, line))
+            elif int(step[1]) in steps:
+                life.commands = deque([*life.commands, (number, line)])
+            continue
+        with _readable(path, number):
             row = load_json(line)
             if "worker" in row:
-                if start is not None:
-                    yield _life(start, commands, samples)
-                start, commands, samples, programs = msgspec.convert(row, _Start), [], [], {}
-            elif "actions" in row:
+                if life:
+                    yield life
+                life = _Life(msgspec.convert(row, _Start))
+                if steps is not None:
+                    life.commands = deque()
+            elif life and "actions" in row:
                 program = msgspec.convert(row, _Program)
-                programs[program.program] = tuple(parse_actions(program.actions))
-            elif "offset" in row:
+                life.programs[program.program] = tuple(parse_actions(program.actions))
+            elif life and "offset" in row:
                 clock = msgspec.convert(row, _Clock)
-                samples.append(ClockSample(clock.at, clock.offset, clock.error))
+                _check_finite(clock.at, clock.offset, clock.error)
+                life.samples.append(ClockSample(clock.at, clock.offset, clock.error))
             else:
-                commands.append(_command(msgspec.convert(row, _Times), programs))
-        except (ValueError, TypeError, RecursionError, KeyError, ScheduleError) as error:
-            reason = f"line {number} is not what a worker records ({error!s:.200})"
-            raise UnreadableFile(path, reason, "remove the line") from None
-    if start is not None:
-        yield _life(start, commands, samples)
+                raise ValueError("it has no known field")
+    if life:
+        yield life
 
 
-def _life(start: _Start, commands: list[Command], samples: list[ClockSample]) -> WorkerLife:
+@contextmanager
+def _readable(path: Path, number: int) -> Iterator[None]:
+    """Take an error for a line that no worker has written."""
+    try:
+        yield
+    except (ArithmeticError, ValueError, TypeError, LookupError, RecursionError) as error:
+        reason = f"line {number} is not what a worker records ({error!s:.200})"
+        raise UnreadableFile(path, reason, "remove the line") from None
+    except ScheduleError as error:
+        reason = f"line {number} is not what a worker records ({error})"
+        raise UnreadableFile(path, reason, "remove the line") from None
+
+
+def _parsed(path: Path, life: _Life) -> WorkerLife:
+    start, commands = life.start, []
+    for number, line in life.commands:
+        with _readable(path, number):
+            row = msgspec.convert(load_json(line), _Times)
+            commands.append(_command(row, life.programs))
+    with _readable(path, 1):
+        stages = tuple(map(int, start.stages.split()))
+        _check_finite(start.now, start.time)
     return WorkerLife(
         start.worker,
         start.replica,
-        tuple(map(int, start.stages.split())),
+        stages,
         start.attempt,
         start.generation,
         start.host,
@@ -193,12 +256,18 @@ def _life(start: _Start, commands: list[Command], samples: list[ClockSample]) ->
         start.now,
         start.time,
         tuple(commands),
-        tuple(samples),
+        tuple(life.samples),
     )
+
+
+def _check_finite(*numbers: float | None) -> None:
+    if not all(number is None or abs(number) < _MOST_SECONDS for number in numbers):
+        raise ValueError("a time is not a number of seconds")
 
 
 def _command(row: _Times, programs: dict[int, tuple[Action, ...]]) -> Command:
     received = row.began if row.received is None else row.received
+    _check_finite(received, row.answered, row.began)
     spans = tuple(Span(name, *seconds(received, [begin, took])) for name, begin, took in row.spans)
     actions: tuple[ActionSpan, ...] = ()
     if row.times:

@@ -139,6 +139,10 @@ def test_samples_grow_by_a_bounded_number_of_bytes_a_minute() -> None:
             taken.append(tick)
     assert len(taken) * 20_000 == pytest.approx(10 * BYTES_A_MINUTE, rel=0.03)
     assert taken[:10] == [*range(10)]
+    for tick in range(60_000, 60_000 + 24 * 360):  # a day of steps of 10 s
+        if sampling.takes(20_000, 700 + (tick - 60_000) * 10):
+            taken.append(tick)
+    assert len(taken) * 20_000 < 70 * BYTES_A_MINUTE
     assert Sampling().takes(1 << 40, 1.0)  # of steps that are too large for any minute, one
 
 

@@ -18,7 +18,7 @@ from pipeworker.runs.trace import write_trace
 from pipeworker.trace import chrome
 from pipeworker.trace.recorder import UPDATE, Recorder, record_unfinished
 from pipeworker.trace.ring import MiniBatchTimes, Ring
-from pipeworker.trace.timeline import WorkerLife, read_timeline
+from pipeworker.trace.timeline import LAST, Timeline, WorkerLife, read_timeline
 from support.timelines import BASE, lives_of, start_of
 
 SCHEDULE = ORDERS["1f1b"].build(Placement.identity(3), 4, ["never"] * 3)
@@ -42,7 +42,7 @@ def test_a_timeline_has_what_was_recorded(lives: list[WorkerLife], tmp_path: Pat
             recorder.run(MiniBatchTimes(command.step, 0, 1, times[0], tuple(times)))
             recorder.write()
         recorder.close()
-    for life, wanted in zip(read_timeline(RunDir(tmp_path)), lives, strict=True):
+    for life, wanted in zip(read_timeline(RunDir(tmp_path)).lives, lives, strict=True):
         assert replace(life, commands=()) == replace(wanted, commands=())
         for command, other in zip(life.commands, wanted.commands, strict=True):
             assert (command.step, command.first) == (other.step, other.first)
@@ -63,7 +63,7 @@ def test_the_life_of_a_worker_ends_with_what_it_died_in(tmp_path: Path) -> None:
     times[0], times[1], times[2] = BASE, BASE + 1, BASE + 2
     record_unfinished(ring)
     Recorder(path, start_of(0, 2), pytest.fail).use(1, actions[:1])
-    first, second = read_timeline(RunDir(tmp_path))
+    first, second = read_timeline(RunDir(tmp_path)).lives
     (command,) = first.commands
     assert (command.step, command.first, command.answered) == (3, 8, None)
     forward, send = command.actions
@@ -125,7 +125,11 @@ def test_steps_are_chosen(lives: list[WorkerLife]) -> None:
         '{"step": 1, "times": [1, 2], "program": 9}',
         '{"program": 1, "actions": "what"}',
         '{"step": 1, "times": [[1]], "program": 1}',
-        '{"step": 1e400, "spans": 5}',
+        '{"step": 1, "spans": 5}',
+        '{"step": 1, "received": 1e400}',
+        '{"at": 1e400, "offset": 0.0, "error": 0.0}',
+        '{"step": 1, "times": [99999999999999999999999], "program": 1}',
+        '{"what": 1}',
         "\x00",
     ],
 )
@@ -141,12 +145,12 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     path = RunDir(tmp_path).worker_timeline(0)
     path.parent.mkdir()
     path.write_text(json.dumps(start_of(0)) + '\n{"step": 1, "rec')
-    (life,) = read_timeline(RunDir(tmp_path))
+    (life,) = read_timeline(RunDir(tmp_path)).lives
     assert life.commands == ()
 
 
 def test_no_timeline_is_none(tmp_path: Path) -> None:
-    assert read_timeline(RunDir(tmp_path)) == ()
+    assert read_timeline(RunDir(tmp_path)) == Timeline()
     with pytest.raises(UsageError):
         write_trace(tmp_path, None, tmp_path / "t.json")
 
@@ -158,5 +162,23 @@ def test_only_what_was_done_since_the_run_was_resumed_is_read(tmp_path: Path) ->
             start = start_of(rank, attempt=attempt, time=moment + rank)
             path = RunDir(tmp_path).worker_timeline(rank)
             Recorder(path, start, pytest.fail).use(1, actions)
-    lives = read_timeline(RunDir(tmp_path))
+    lives = read_timeline(RunDir(tmp_path)).lives
     assert [(life.rank, life.attempt) for life in lives] == [(0, "b-6"), (1, "b-6")]
+
+
+def test_of_a_long_run_the_last_commands_are_read_or_those_that_are_asked_for(
+    tmp_path: Path,
+) -> None:
+    path = RunDir(tmp_path).worker_timeline(0)
+    recorder = Recorder(path, start_of(0), pytest.fail)
+    recorder.use(1, parse_actions("0F0 0B0"))
+    for step in range(1, 2 * LAST + 1):
+        recorder.receive(step, recorded=True)
+        recorder.run(MiniBatchTimes(step, 0, 1, BASE, (BASE, BASE + 1)))
+        recorder.write()
+    recorder.close()
+    found = read_timeline(RunDir(tmp_path))
+    assert [c.step for c in found.lives[0].commands] == [*range(LAST + 1, 2 * LAST + 1)]
+    assert found.recorded == tuple(range(1, 2 * LAST + 1))
+    (life,) = read_timeline(RunDir(tmp_path), range(7, 9)).lives
+    assert [c.step for c in life.commands] == [7, 8]

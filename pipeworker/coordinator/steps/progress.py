@@ -15,6 +15,7 @@ from pipeworker.facts.layer_facts import LayerFacts, NetworkFacts
 from pipeworker.facts.speed import Speed
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.plan.planned import Planned
+from pipeworker.trace.sampling import Sampling
 from pipeworker.wire.messages.checkpoint import Restore
 
 
@@ -67,6 +68,7 @@ class Progress:
         facts: the facts that the job is planned from; None if there are none.
         seeks_facts: whether they are still to be found.
         known_facts: facts of layers of earlier jobs, by digest.
+        sampling: decides which mini-batches are recorded.
         plans: the plans that were made from the facts, by number of workers.
     """
 
@@ -88,6 +90,7 @@ class Progress:
     facts: NetworkFacts | None = None
     seeks_facts: bool = False
     known_facts: Mapping[str, LayerFacts] = field(default_factory=dict)
+    sampling: Sampling = field(default_factory=Sampling)
     plans: dict[int, Planned] = field(default_factory=dict)
     _completed: int = 0  # steps that this process saw completed
     _bubbles: float = 0.0  # the sum of their bubbles
