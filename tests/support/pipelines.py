@@ -273,6 +273,7 @@ class Pipeline:
             results = self.step(step, last=step == steps)
             ends = self.way.placement.ranks_of(self.way.placement.stages - 1)
             for rank, result in enumerate(results):
+                assert type(result.busy) is float  # messages distinguish it from an integer
                 assert result.busy > 0 or len(self.copies) > 1  # it may have had nothing to do
                 assert rank in ends or result.losses == result.counts == ()
             losses = tuple(loss for rank in ends for loss in results[rank].losses)

@@ -254,7 +254,7 @@ class Executor:
         every: Sequence[float] = times.tolist()
         ring.end()
         busy = [action.kind in _BUSY for action in program.actions]
-        spent = sum(compress(every[1::2], busy)) - sum(compress(every[::2], busy))
+        spent = sum(compress(every[1::2], busy), 0.0) - sum(compress(every[::2], busy), 0.0)
         recorded = MiniBatchTimes(run.step, run.first, program.number, began, tuple(every))
         return StepOutput(*results, spent, recorded)
 
