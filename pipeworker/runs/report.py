@@ -35,6 +35,8 @@ from pipeworker.trace.timeline import WorkerLife, read_timeline
 
 _PARTS = ("forward", "recompute", "backward", "optimizer")
 _WORDS = {"fill_drain": "fill, drain"}
+_MOST = 1_000_000
+"""The most layers of a network."""
 
 
 class _Stage(msgspec.Struct):
@@ -130,7 +132,11 @@ def _planned_from(run_dir: RunDir) -> tuple[tuple[tuple[int, int], ...], Network
         raise UnreadableFile(run_dir.plan, error) from None
     plan = msgspec.convert(content, _Plan)
     stages = sorted((one for one in plan.stages if not one.replica), key=lambda one: one.stage)
-    return tuple(one.layers for one in stages), plan.facts
+    ranges = tuple(one.layers for one in stages)
+    ends = [0, *(stop for _, stop in ranges)]
+    if [first for first, _ in ranges] != ends[:-1] or ends != sorted({*ends}) or ends[-1] > _MOST:
+        raise UnreadableFile(run_dir.plan, "the layers of its stages do not follow each other")
+    return ranges, plan.facts
 
 
 def _facts(made: Report) -> dict[str, Any]:

@@ -87,6 +87,8 @@ def mini_batches(lives: Sequence[WorkerLife]) -> Iterator[MiniBatch]:
     for life in lives:
         by_generation[life.generation].append(life)
     for _, members in sorted(by_generation.items()):
+        if not _are_all(members):
+            continue
         found = [
             {
                 (command.step, command.first): (command, following)
@@ -104,6 +106,15 @@ def mini_batches(lives: Sequence[WorkerLife]) -> Iterator[MiniBatch]:
             end = min(following) if following else max(c.answered or 0.0 for c in commands)
             begin = min(command.received for command in commands)
             yield MiniBatch(key[0], tuple(members), commands, begin, end)
+
+
+def _are_all(members: Sequence[WorkerLife]) -> bool:
+    """Return whether these are all workers of a generation, by their stages."""
+    held: dict[int, list[int]] = defaultdict(list)
+    for life in members:
+        held[life.replica] += life.stages
+    whole = [sorted(stages) == [*range(len(stages))] for stages in held.values()]
+    return all(whole) and len({len(stages) for stages in held.values()}) == 1
 
 
 def breakdown(lives: Sequence[WorkerLife], chosen: Sequence[MiniBatch]) -> Breakdown:
@@ -207,7 +218,7 @@ class _Explained:
             measured = self._costs[replica]
             try:
                 timings = simulate(schedule, evened(measured)), simulate(schedule, measured)
-            except ScheduleError:  # a part of a schedule, or of another version's
+            except (ScheduleError, IndexError):  # of another version, or of no worker's
                 self._timings[schedule] = None
             else:
                 self._timings[schedule] = timings

@@ -245,6 +245,8 @@ def _parsed(path: Path, life: _Life) -> WorkerLife:
     with _readable(path, 1):
         stages = tuple(map(int, start.stages.split()))
         _check_finite(start.now, start.time)
+        if not all(span.action.stage in stages for c in commands for span in c.actions):
+            raise ValueError("the worker does not hold the stages of its actions")
     return WorkerLife(
         start.worker,
         start.replica,

@@ -149,3 +149,10 @@ def test_steps_that_not_all_workers_have_recorded_are_left_out() -> None:
     second = replace(second, commands=second.commands[:1])
     assert explained([first, second]).steps == (1,)
     assert explained([]).seconds == 0
+
+
+def test_a_generation_of_which_a_worker_has_recorded_nothing_is_left_out() -> None:
+    order = ORDERS["gpipe"]
+    lives = lives_of(order.build(order.place(3), 2, ["never"] * 3))
+    assert explained(lives).steps == (1, 2)
+    assert explained(lives[:1] + lives[2:]).steps == ()
