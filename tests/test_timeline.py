@@ -1,4 +1,4 @@
-"""What the workers of a job did and when, as its run directory has it."""
+"""The timeline in a run directory: the workers of real jobs recorded it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the workers of a run did and when: recorded meanwhile, read and explained afterwards."""
+"""The timeline of a run: its workers record their actions, and reports explain them."""

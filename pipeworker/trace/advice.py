@@ -1,4 +1,4 @@
-"""What to change about a run so that its steps take less time, with the predicted gain. Pure.
+"""Advice: the change of a run that would make its steps shortest, with the predicted gain. Pure.
 
 The planner plans the run again from measured costs: with another balance, another schedule, more
 micro-batches. What a plan saves by simulation is taken from the measured time of a step.

@@ -24,7 +24,7 @@ from pipeworker.trace.ring import MiniBatchTimes, Ring
 
 UPDATE, SNAPSHOT, SAVE, EVALUATION = "update", "snapshot", "save", "evaluation"
 _ALWAYS = (SAVE, EVALUATION)
-"""What is recorded whether or not the step is: it is seldom, and takes long."""
+"""Spans that are recorded even if their step is not: they are few, and long."""
 
 
 def clock_identity() -> str:
@@ -98,7 +98,7 @@ def record_unfinished(ring: Ring) -> None:
 
 @dataclass(slots=True)
 class _Command:
-    """What a worker does because of one command of the coordinator."""
+    """The reaction of a worker to one command of the coordinator."""
 
     received: float
     step: int = 0

@@ -46,7 +46,7 @@ class Ring:
 
     @property
     def path(self) -> str:
-        """The worker's file of rows, for whoever records what a dead worker could not; or ""."""
+        """The path of the worker's file of rows, to which the agent adds a dead worker's; or ""."""
         length, text = _PATH.unpack_from(self._memory, _HEADER.size)
         return os.fsdecode(text[:length])
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pipeworker.plan.schedule import Schedule
 
 BYTES_A_MINUTE = 5 << 20
-"""What the timeline of a job may grow by at first, over all of its workers."""
+"""The bytes by which the timeline of a job may grow at first, over all of its workers."""
 _FULL_RATE = 600.0
 """Seconds after which it grows by less: in proportion to the inverse of the time."""
 _AT_ONCE = 1 << 20

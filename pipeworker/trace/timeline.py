@@ -58,7 +58,7 @@ class ClockSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a worker did because of one command of the coordinator.
+    """The reaction of a worker to one command of the coordinator.
 
     Attributes:
         step: the step of the command, or the last one before it.
@@ -141,7 +141,7 @@ class _Times(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What is recorded of a run since it was last resumed.
+    """The records of a run since it was last resumed.
 
     Attributes:
         lives: by rank and then in order, with the commands that were asked for.

@@ -1,4 +1,4 @@
-"""What to change about a run: the change that helps most, with what it would gain."""
+"""Advice about a run: the change that helps most, with its gain."""
 
 from __future__ import annotations
 

@@ -59,6 +59,7 @@ class Program:
 
     Attributes:
         number: identifies the program among those of the worker.
+        busy: of each action, whether the worker computes or reads data in it.
         order: numbers of the frames that each receiver gets, in order.
         recompute, split_backward, offload: by stage, the micro-batches that are recomputed, whose
             backward is two actions, whose graphs are kept in the host's memory.
@@ -67,6 +68,7 @@ class Program:
     number: int = 0
     actions: Sequence[Action] = ()
     instructions: Sequence[Instruction] = ()
+    busy: Sequence[bool] = ()
     order: dict[Edge, list[int]] = field(default_factory=dict)
     recompute: dict[int, frozenset[int]] = field(default_factory=dict)
     split_backward: dict[int, frozenset[int]] = field(default_factory=dict)
@@ -109,7 +111,8 @@ def compile_program(
         }
         for kind in (Kind.RECOMPUTE, Kind.BACKWARD_INPUT, Kind.FETCH)
     )
-    return Program(number, actions, instructions, order, *flags)
+    busy = [action.kind in _BUSY for action in actions]
+    return Program(number, actions, instructions, busy, order, *flags)
 
 
 def _handler(
@@ -253,7 +256,7 @@ class Executor:
             _set_device_times(program, times, self._stopwatch.offsets(marks))
         every: Sequence[float] = times.tolist()
         ring.end()
-        busy = [action.kind in _BUSY for action in program.actions]
+        busy = program.busy
         spent = sum(compress(every[1::2], busy), 0.0) - sum(compress(every[::2], busy), 0.0)
         recorded = MiniBatchTimes(run.step, run.first, program.number, began, tuple(every))
         return StepOutput(*results, spent, recorded)
