@@ -330,6 +330,18 @@ def told_by_another(m: Any, x: torch.Tensor) -> Any:
     return m.l[1](x)
 
 
+def set_for_the_next(m: Any, x: torch.Tensor) -> Any:
+    out = m.apart[0](x)
+    m.apart[0].factor = 0.5
+    return m.apart[1](out)
+
+
+def set_by_another_for_the_next(m: Any, x: torch.Tensor) -> Any:
+    out = m.l[1](m.l[0](x))
+    m.shared.factor = 0.5
+    return out
+
+
 @pytest.mark.parametrize(
     ("way", "message"),
     [
@@ -347,6 +359,8 @@ def told_by_another(m: Any, x: torch.Tensor) -> Any:
         (set_on_a_unit, "sets 'factor' of apart.1"),
         (switched, "sets 'shared' of apart.1"),
         (told_by_another, "sets 'shared' of l.1"),
+        (set_for_the_next, "layer 0 .*sets 'factor' of apart.0 for the next forward"),
+        (set_by_another_for_the_next, "sets 'shared' of l.0 for the next forward"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

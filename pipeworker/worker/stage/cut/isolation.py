@@ -4,7 +4,8 @@ Each process has objects of its own for a module's units, and its own copy of th
 them. So a unit must not depend on an attribute, or on an object that it holds, which the module's
 forward or another unit sets while the forward runs. When something has changed that way before a
 unit is called, the unit runs once more, on a copy that did not see the change, and both runs have
-to be the same: a cache of positions passes, a flag or a factor does not.
+to be the same: a cache of positions passes, a flag or a factor does not. What has changed when the
+forward ends would be seen by the units in the next one, so those units run once more as well.
 """
 
 from __future__ import annotations
@@ -38,28 +39,46 @@ class Isolation:
 
     def __init__(self, units: Mapping[str, nn.Module], fresh: Callable[[str], nn.Module]) -> None:
         self._before = {name: _held_by(unit) for name, unit in units.items()}
+        self._after: dict[str, tuple[_Held, int]] = {}
         self._fresh = fresh
 
     def changed(self, name: str, unit: nn.Module) -> str | None:
         """Return the path of an attribute of a unit that is not as it was, if there is one."""
-        now, before = _held_by(unit), self._before[name]
-        for path in {**before, **now}:
-            if not _same(before.get(path, []), now.get(path, [])):
-                return path
-        return None
+        return _changed(self._before[name], _held_by(unit))
 
-    def calls_of_fresh(self, name: str, args: Any, kwargs: Any) -> list[Call]:
-        """Return the calls of a unit that saw no change.
+    def note_call(self, name: str, unit: nn.Module) -> None:
+        """Note what a unit holds when a call of it ends."""
+        _, count = self._after.get(name, ({}, 0))
+        self._after[name] = _held_by(unit), count + 1
+
+    def changed_since(self, name: str, unit: nn.Module) -> str | None:
+        """Return the path of an attribute that has changed since a unit's last call, if one has."""
+        held, count = self._after.get(name, ({}, 0))
+        return _changed(held, _held_by(unit)) if count else None
+
+    def calls_of_fresh(
+        self, name: str, args: Any, kwargs: Any, *, again: bool = False
+    ) -> list[Call]:
+        """Return the calls of a unit that saw no change, in its first or in one more forward.
 
         Raises:
             Exception: whatever its forward raises.
         """
         args, kwargs = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
         unit = self._fresh(name)
+        for _ in range(self._after[name][1] if again else 0):
+            unit(*pytree.tree_map(lambda leaf: leaf, args), **kwargs)
         recording = Recording()
         with recording:
             unit(*args, **kwargs)
         return recording.trace.calls
+
+
+def _changed(before: _Held, now: _Held) -> str | None:
+    for path in {**before, **now}:
+        if not _same(before.get(path, []), now.get(path, [])):
+            return path
+    return None
 
 
 def _held_by(unit: nn.Module) -> _Held:
