@@ -26,6 +26,7 @@ from pipeworker.wire.messages.store import StoreOperation, StoreRequest
 from pipeworker.wire.reliable_stream import MAX_UNACKNOWLEDGED, UNNUMBERED, pack
 from support.jobs import Jobs, Run, until
 from support.manual_job import GENERATION, ManualJob
+from support.slow import slow
 from support.sources import JOB
 from support.unauthenticated_peers import (
     SilentConnections,
@@ -69,7 +70,7 @@ FRAMES = 10_000
 CONNECTIONS = 400
 
 
-def slow(job_file: Path, steps: int) -> Options:
+def slow_job(job_file: Path, steps: int) -> Options:
     words = ("slow", "60")
     return Options(str(job_file), 2, 2, arguments=words, steps=steps, recompute="never")
 
@@ -88,7 +89,7 @@ def test_invalid_frames_and_unauthenticated_peers_change_nothing(
     steps = 70
     job_file = jobs.write(SLOW_JOB)
     chance = random.Random(1)
-    attacked = ManualJob(slow(job_file, steps), jobs.folder / "attacked")
+    attacked = ManualJob(slow_job(job_file, steps), jobs.folder / "attacked")
     try:
         until(lambda: attacked.steps >= 5)
         before = attacked.resident()
@@ -145,7 +146,7 @@ def test_messages_of_a_broken_connection_are_resent(
     monkeypatch.chdir(jobs.folder)
     job_file = jobs.write(SLOW_JOB)
     (jobs.folder / "go").touch()
-    broken = ManualJob(slow(job_file, 30), jobs.folder / "broken", proxied=True)
+    broken = ManualJob(slow_job(job_file, 30), jobs.folder / "broken", proxied=True)
     try:
         for least in (3, 12):
             until(lambda least=least: broken.steps >= least)  # type: ignore[misc]
@@ -178,6 +179,7 @@ def paused_step(job: ManualJob) -> int:
     return before if job.steps == before else 0
 
 
+@slow
 def test_silent_connections_take_no_workers_place_and_no_files_descriptor(
     jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,7 +192,7 @@ def test_silent_connections_take_no_workers_place_and_no_files_descriptor(
         until(lambda: connections[0].lost > CONNECTIONS)
 
     with descriptor_limit(2 * CONNECTIONS):
-        options = slow(jobs.write(SLOW_JOB), 12)
+        options = slow_job(jobs.write(SLOW_JOB), 12)
         attacked = ManualJob(options, jobs.folder / "attacked", 256, gather)
         try:
             until(lambda: attacked.steps >= 5)
@@ -218,7 +220,7 @@ def test_a_file_that_cannot_be_written_is_named(
     monkeypatch.chdir(jobs.folder)
     plan = jobs.folder / "own" / "plan.json"
     plan.mkdir(parents=True)
-    own = ManualJob(slow(jobs.write(SLOW_JOB), 20), plan.parent)
+    own = ManualJob(slow_job(jobs.write(SLOW_JOB), 20), plan.parent)
     try:
         until(lambda: own.verdict)
     finally:

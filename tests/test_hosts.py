@@ -213,7 +213,9 @@ WAITS = """
 """The end of a job file that waits: its host has reached the coordinator, no stage is connected."""
 
 
-@pytest.mark.parametrize(("backend", "answers"), [("tls", True), ("gloo", False)])
+@pytest.mark.parametrize(
+    ("backend", "answers"), [("tls", True), pytest.param("gloo", False, marks=slow)]
+)
 def test_a_firewall_between_two_stages_is_reported(
     jobs: Jobs,
     ranks: Start,

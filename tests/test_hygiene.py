@@ -286,7 +286,7 @@ def test_a_closed_output_does_not_end_the_job(jobs: Jobs) -> None:
     assert json.loads((path / "summary.json").read_text())["steps"] == 6
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=slow), 2])
 def test_a_hung_worker_is_detected_and_named(start: Callable[..., Live], stage: int) -> None:
     live = start("--worker-timeout", "3", "--max-restarts", "0")
     pid = live.pid(f"stage {stage}")

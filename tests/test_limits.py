@@ -7,6 +7,7 @@ import pytest
 from support.compare import assert_same
 from support.jobs import Jobs, Reference, processes_of, until
 from support.limits import cgroup
+from support.slow import slow
 from support.sources import JOB, gated
 
 LARGE = JOB.replace(
@@ -16,6 +17,7 @@ LARGE = JOB.replace(
 """Two layers of 41 MB, one on each of two stages."""
 
 
+@slow
 @pytest.mark.root
 def test_a_job_under_a_memory_limit_trains_on_without_snapshots(jobs: Jobs) -> None:
     """The limit is of a cgroup below the root; two snapshots of each stage would exceed it."""

@@ -20,6 +20,7 @@ PLANNED = ("README.md", "bubble.md", "micro-batches.md", "schedule-file.md", "re
 
 LONG = (
     *("bubble.md", "coming-from.md", "fine-tuning.md", "notebooks.md"),
+    *("debugging.md", "job-file.md", "many-machines.md"),
     *("micro-batches.md", "own-loop.md", "records.md", "unattended.md"),
 )
 """Pages whose commands take seconds of CPU, or start interpreters of their own."""

@@ -300,6 +300,7 @@ def test_a_sparse_gradient_is_rejected(jobs: Jobs) -> None:
 SHARDED = ("--replicas", "2", "--microbatches", "4", "--shard-optimizer")
 
 
+@slow
 def test_a_sharded_optimizer_equals_a_whole_one(jobs: Jobs) -> None:
     """Results do not change; each worker keeps and writes its part of the state."""
     words = ("--steps", "6", "--clip-grad-norm", "0.5")

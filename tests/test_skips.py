@@ -57,6 +57,7 @@ UNET = """
 """
 
 
+@slow
 def test_a_unet_equals_the_plain_loop_at_any_number_of_stages(jobs: Jobs) -> None:
     losses, weights, _ = plain_loop(jobs.write(UNET), microbatches=4, steps=5)
     for words in (

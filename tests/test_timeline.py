@@ -15,6 +15,7 @@ import pytest
 from pipeworker.plan.actions import COMPUTE, parse_actions
 from pipeworker.trace.recorder import EVALUATION, SAVE, UPDATE, seconds
 from support.jobs import Jobs, Run, until
+from support.slow import slow
 from support.sources import JOB
 
 EVALUATED = (
@@ -99,6 +100,7 @@ def median_step(run: Run) -> float:
     return float(statistics.median(row["seconds"] for row in run.metrics[2:]))
 
 
+@slow
 def test_the_advice_of_a_report_is_worth_what_it_says(jobs: Jobs) -> None:
     shape = ("--stages", "2", "--microbatches", "6", "--steps", "5")
     words = (*shape, "--schedule", "zb-h1", "--recompute", "never")

@@ -118,7 +118,7 @@ def test_evaluation_changes_no_number_and_is_the_same_at_any_number_of_stages(jo
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=slow if kind == "epoch" else ()) for kind in sorted(SCHEDULES)],
+    [pytest.param(kind, marks=slow) for kind in sorted(SCHEDULES)],
 )
 def test_schedulers_by_epoch_and_by_metric(jobs: Jobs, kind: str) -> None:
     words = ("--microbatches", "2", "--steps", "9", "--evaluate-every", "3")

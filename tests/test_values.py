@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from support.compare import assert_same
 from support.jobs import Jobs
+from support.slow import slow
 from support.sources import JOB
 
 SOURCE = """
@@ -103,6 +104,7 @@ SOURCE = """
 """
 
 
+@slow
 def test_any_value_is_sent_and_the_bits_are_the_same(jobs: Jobs) -> None:
     runs = [
         jobs.train(

@@ -213,7 +213,7 @@ def test_a_job_that_is_notified_and_loses_a_host_ends_as_undisturbed(
 
 @pytest.mark.parametrize(
     "kind",
-    [*(pytest.param(name, marks=slow) for name in ("torchrun", "slurm")), "ssh"],
+    [pytest.param(name, marks=slow) for name in ("torchrun", "slurm", "ssh")],
     indirect=True,
 )
 def test_a_cancelled_job_saves_a_checkpoint_and_can_be_resumed(kind: Kind, quiet: Run) -> None:

@@ -16,6 +16,7 @@ import cli
 from launcher.templates import EXAMPLES
 from pipeworker.job import file as job_file
 from support.jobs import Jobs
+from support.slow import slow
 
 STEPS = {"mlp": 60, "cnn": 30, "transformer": 20, "unet": 20, "finetune": 20}
 """Steps after which the loss of an example is clearly lower."""
@@ -48,7 +49,10 @@ def init(*words: str) -> Result:
     return CliRunner().invoke(cli.main, ["init", *words], prog_name="pipeworker")
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(one, marks=() if one == "transformer" else slow) for one in EXAMPLES],
+)
 def test_the_loss_of_an_example_decreases(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["model.py"])
     if example == "finetune":

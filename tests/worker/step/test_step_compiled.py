@@ -110,6 +110,7 @@ def test_the_tracker_shows_compilation_and_then_the_position_before_it() -> None
     assert seen[2:] == [Position(at.phase)]
 
 
+@slow
 def test_autocast_of_traced_layers_equals_eager() -> None:
     torch.manual_seed(0)
     built = [nn.Linear(6, 6), Block(12), nn.Linear(6, 2)]

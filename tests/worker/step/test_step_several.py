@@ -147,6 +147,7 @@ def test_two_lanes_equal_the_plain_loop() -> None:
     check(mlp(), data(8, 8), lanes=2)
 
 
+@slow
 def test_mini_batches_of_changing_size_equal_the_plain_loop() -> None:
     """The number of micro-batches stays; their shapes change."""
     check(mlp(), data(8, 5, 11))
@@ -254,6 +255,7 @@ def test_nested_values_passed_to_a_local_stage() -> None:
     check(layers, [({"x": x}, y) for x, y in data(8, 8)])
 
 
+@slow
 def test_a_gradient_that_is_none_in_some_steps_and_one_that_always_is() -> None:
     def choose(value: dict[str, Any]) -> torch.Tensor:
         out: torch.Tensor = value["a"]

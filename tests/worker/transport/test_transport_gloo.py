@@ -16,6 +16,7 @@ from pipeworker.errors import PeerLost
 from pipeworker.worker.transport.links import gloo
 from pipeworker.worker.transport.network import Network
 from support.authentication import REJECTED, carries
+from support.slow import slow
 from support.transport import ENDPOINT, FORTH, LocalStore, connect_all
 from support.unauthenticated_peers import UnauthenticatedPeers, listening
 
@@ -127,6 +128,7 @@ print(len(FAILED))
 """
 
 
+@slow
 def test_a_peer_that_comes_after_its_group_failed_does_not_crash_the_worker() -> None:
     """gloo keeps a pointer to the failed pair for as long as the device listens."""
     ran = subprocess.run([sys.executable, "-c", LATE], cwd=_TESTS, capture_output=True, text=True)
