@@ -20,7 +20,7 @@ from pipeworker.display.style import Style
 from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.facts.step import Evaluation
 from pipeworker.job.interval import END
-from pipeworker.job.options import BEST, Options
+from pipeworker.job.options import BEST, LOGGERS, Options
 from pipeworker.record.lock import RunLock
 from pipeworker.record.manifest import MANIFEST, Manifest
 from pipeworker.record.metrics import rows
@@ -127,6 +127,7 @@ def _options(
         "init_strict": True,
         "csv": False,
         "tensorboard": False,
+        **dict.fromkeys(LOGGERS),
         **({"arguments": arguments} if arguments else {}),
     }
     try:

@@ -315,6 +315,9 @@ JOB_PARAMETERS: list[click.Parameter] = [
             "--tensorboard/--no-tensorboard",
             "Also write files for TensorBoard, to RUN/tensorboard.",
         ),
+        Option("--wandb", "Also send rows to this project of wandb.", metavar="PROJECT"),
+        Option("--mlflow", "Also send rows to this experiment of MLflow.", metavar="EXPERIMENT"),
+        Option("--metrics-port", "Serve figures for Prometheus on this port.", int, metavar="PORT"),
         Option("--log-every", "Steps between progress lines. [default: one line a second]", int),
         Option(
             "--output",

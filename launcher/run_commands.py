@@ -91,11 +91,17 @@ def trace(run: Path, steps: str | None, output: Path | None) -> None:
 @click.argument("run", type=_PATH)
 @click.option("--compare", "other", metavar="RUN2", type=_PATH, help="Another run, side by side.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def report(run: Path, other: Path | None, *, as_json: bool) -> None:
+@click.option("--html", metavar="FILE", type=_PATH, help="Write a page for a browser.")
+def report(run: Path, other: Path | None, html: Path | None, *, as_json: bool) -> None:
     """Show where the time of the steps of RUN went, and what to change; RUN may be running."""
-    from pipeworker.runs import report
+    from pipeworker.runs import report, report_page
 
-    click.echo(report.report(run, other, as_json=as_json))
+    if html is None:
+        click.echo(report.report(run, other, as_json=as_json))
+    elif as_json or other is not None:
+        raise UsageError("--html: it is of one run, and for people; leave --json and --compare out")
+    else:
+        click.echo(report_page.write_page(run, html))
 
 
 @click.command()

@@ -114,6 +114,7 @@ class Roster:
         return [
             {
                 "worker": member.hello.rank,
+                "replica": self.placement.replica_of(member.hello.rank),
                 "host": member.hello.host,
                 "stages": list(self.placement.stages_of(member.hello.rank)),
                 "phase": member.position.phase.name.lower(),

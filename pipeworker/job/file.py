@@ -12,7 +12,7 @@ from functools import partial
 from importlib.machinery import SourceFileLoader
 from itertools import takewhile
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, ModuleType
+from types import BuiltinFunctionType, CodeType, MappingProxyType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -26,8 +26,10 @@ _PACKAGE = "pipeworker_job"
 REQUIRED = ("model", "loss", "optimizer", "data")
 HOOKS = ("on_step", "on_evaluation", "on_checkpoint")
 """Names of functions that are called with what is recorded, outside of the workers."""
+Hooked = dict[str, list[tuple[str, Callable[[Any], Any]]]]
+"""By the kind of record, functions that are called with each, and what messages call them."""
 _MAY_BE_NONE = ("scheduler", "before_update", "metrics", "evaluation", "tokens", *HOOKS)
-_OPTIONAL = (*_MAY_BE_NONE, "scheduler_interval", "tied", "names", "transient")
+_OPTIONAL = (*_MAY_BE_NONE, "scheduler_interval", "tied", "names", "transient", "callbacks")
 _INTERVALS = ("step", "epoch")
 _NEARLY = 0.87
 """The similarity (difflib's ratio) from which a name counts as a misspelling of another."""
@@ -63,6 +65,7 @@ class JobFile:
     on_step: Callable[[dict[str, Any]], Any] | None = None
     on_evaluation: Callable[[dict[str, Any]], Any] | None = None
     on_checkpoint: Callable[[Path], Any] | None = None
+    callbacks: Sequence[Any] = ()
     where: str = "the job"
     misspelled: tuple[tuple[str, str], ...] = ()
 
@@ -185,6 +188,12 @@ def _right_kind(name: str, value: Any) -> str:
             right = "an iterable of (input, target) mini-batches, or a function returning one"
         case "tied":
             fits, right = isinstance(value, (list, tuple)), "a list of tuples of parameter names"
+        case "callbacks":
+            methods = [[getattr(one, n) for n in HOOKS if hasattr(one, n)] for one in _items(value)]
+            fits = isinstance(value, (list, tuple)) and all(
+                found and all(map(callable, found)) for found in methods
+            )
+            right = f"a list of objects with methods {', '.join(HOOKS[:-1])} or {HOOKS[-1]}"
         case "names":
             fits = isinstance(value, dict) and all(
                 isinstance(part, str) and all(part.split("."))
@@ -199,6 +208,10 @@ def _right_kind(name: str, value: Any) -> str:
             which = " that makes it on each stage" if made else ""
             fits, right = callable(value), f"a function{which}, {signatures.pattern(name)}"
     return "" if fits else right
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, (list, tuple)) else ()
 
 
 def _misspelled(module: Any) -> tuple[tuple[str, str], ...]:
@@ -247,9 +260,16 @@ def notes(job: JobFile, options: Options) -> tuple[str, ...]:
     return tuple(found)
 
 
-def hooks_of(job: JobFile) -> tuple[str, ...]:
-    """Return the names of the functions that are called with what is recorded."""
-    return tuple(name for name in HOOKS if getattr(job, name) is not None)
+def hooks_of(job: JobFile, others: Mapping[str, Any] = MappingProxyType({})) -> Hooked:
+    """Return what is called with each kind of record: of the job, and of others by their names."""
+    callbacks = [(type(one).__name__, one) for one in job.callbacks]
+    found: Hooked = {}
+    for name, one in [("", job), *callbacks, *others.items()]:
+        for kind in HOOKS:
+            if (function := getattr(one, kind, None)) is not None:
+                text = f"{name}.{kind}()" if name else f"{kind}()"
+                found.setdefault(kind, []).append((text, function))
+    return {kind: found[kind] for kind in HOOKS if kind in found}
 
 
 Entry = nn.Module | Callable[[], nn.Module]

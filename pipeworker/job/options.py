@@ -36,6 +36,8 @@ EPOCH = "epoch"
 BEST = "loss"
 EXCLUSIVE = {"steps": "epochs", "epochs": "steps"}
 """Options of which at most one is given."""
+LOGGERS = {"wandb": "wandb", "mlflow": "mlflow", "metrics_port": "prometheus_client"}
+"""Options that pass rows on to other programs, and the package that each needs."""
 _MOST = (1 << 63) - 1
 _STEPS = re.compile(r"(\d{1,18}):(\d{1,18})", re.ASCII)
 _T = TypeVar("_T")
@@ -47,6 +49,7 @@ _RANGES: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("seed", "max_restarts"), (0, _MOST)),
     **dict.fromkeys(("threads", "accumulate", "keep", "steps", "epochs"), (1, _MOST)),
     **dict.fromkeys(("evaluate_every", "snapshot_every", "patience"), (1, _MOST)),
+    "metrics_port": (1, (1 << 16) - 1),
 }
 """The least and the largest value of each option that is a whole number."""
 _CHOICES: dict[str, Collection[str]] = {
@@ -84,6 +87,8 @@ class Options:
         best: figure of evaluation passes by which the best checkpoint is kept, as ``max:accuracy``.
         patience: evaluation passes without a better one after which the job ends; None for any.
         checkpoint_every: steps or time between checkpoints, as ``30m``; ``end``: only at the end.
+        wandb, mlflow: the project, or the experiment, to which rows are sent.
+        metrics_port: where Prometheus asks for figures.
         init_from: absolute path of the weights that training begins with.
         own_loop: mini-batches come from calls of a script's own loop.
         plan_only: the facts of the layers are the whole job.
@@ -141,6 +146,9 @@ class Options:
     data_reader: str = "every"
     csv: bool = False
     tensorboard: bool = False
+    wandb: str | None = None
+    mlflow: str | None = None
+    metrics_port: int | None = None
     compile: bool = False
     deterministic: bool = False
     profile_steps: str | None = None
@@ -267,6 +275,11 @@ class Options:
     def trains(self) -> bool:
         """Whether the job runs steps on mini-batches of ``data()``."""
         return not self.own_loop and not self.evaluate_only
+
+    @property
+    def loggers(self) -> tuple[str, ...]:
+        """The options that are given of those that pass rows on to other programs."""
+        return tuple(name for name in LOGGERS if getattr(self, name) is not None)
 
     @property
     def is_planned(self) -> bool:

@@ -102,6 +102,7 @@ INPUTS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 WEIGHTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 """The actions that accumulate the gradients of a stage's weights."""
 COMPUTE = frozenset({Kind.FORWARD, Kind.RECOMPUTE, *INPUTS, *WEIGHTS})
+BUSY = COMPUTE | {Kind.LOAD}
 _LETTERS = {
     "A": Payload.ACTIVATION,
     "G": Payload.GRADIENT,

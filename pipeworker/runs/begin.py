@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from pipeworker.errors import InUse, RecordError, UnreadableFile, UsageError
 from pipeworker.facts.criterion import Criterion
 from pipeworker.job import resume_options
 from pipeworker.job.option_parsing import make_options, workers_per_replica
-from pipeworker.job.options import Options, override
+from pipeworker.job.options import LOGGERS, Options, override
 from pipeworker.record import atomic_file, run_record, rundir, weight_files
 from pipeworker.record.bounded_file import open_bounded
 from pipeworker.record.lock import RunLock
@@ -160,8 +161,7 @@ class RunRequest:
 
     def _prepare_new(self) -> PreparedRun:
         options = self.new_options()
-        if options.tensorboard:  # before anything is created
-            formats.check_tensorboard()
+        _check_packages(options)  # before anything is created
         given = self._given(options.replicas)
         effective = override(self.defaults, given).keys() - given.keys()
         origins = {name: self.origins[name] for name in sorted(self.origins.keys() & effective)}
@@ -191,8 +191,7 @@ class RunRequest:
             undo.enter_context(lock)
             record = run_record.RunRecord.read(run_dir)  # as the process that had the lock left it
             options = self._merged_options(record)
-            if options.tensorboard:
-                formats.check_tensorboard()
+            _check_packages(options)
             point = resume.find_resume_point(run_dir)
             run = f"the run in {self.run_dir}"
             if options.steps is not None and options.steps < point.step:
@@ -245,6 +244,18 @@ class RunRequest:
         options = make_options(self.job_file, fields.pop("stages"), fields)
         resume_options.check_unchanged(before, options, allow, f"the run in {self.run_dir}")
         return options
+
+
+def _check_packages(options: Options) -> None:
+    """Check that the packages are installed that pass rows on."""
+    if options.tensorboard:
+        formats.check_tensorboard()
+    for name in options.loggers:
+        if find_spec(LOGGERS[name]) is None:
+            raise UsageError(
+                f"--{name.replace('_', '-')}: the package {LOGGERS[name]} is missing; "
+                "pip install pipeworker[loggers]"
+            )
 
 
 def _remove(run_dir: RunDir, created: Sequence[Path]) -> None:

@@ -10,17 +10,20 @@ from typing import Any
 
 import msgspec
 
+from pipeworker.display.report.page import WORDS
 from pipeworker.display.text import table
 from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.job.options import Options
 from pipeworker.job.planning import plan_job, request_of
+from pipeworker.plan.planned import Planned
 from pipeworker.record.bounded_file import read_json
 from pipeworker.record.run_record import RunRecord
 from pipeworker.record.rundir import RunDir
 from pipeworker.trace.advice import Advice, advise, measured_facts
 from pipeworker.trace.causes import (
     CAUSES,
+    PARTS,
     Breakdown,
     MiniBatch,
     WorkerTime,
@@ -33,8 +36,6 @@ from pipeworker.trace.causes import (
 from pipeworker.trace.clocks import aligned
 from pipeworker.trace.timeline import WorkerLife, read_timeline
 
-_PARTS = ("forward", "recompute", "backward", "optimizer")
-_WORDS = {"fill_drain": "fill, drain"}
 _MOST = 1_000_000
 """The most layers of a network."""
 
@@ -55,12 +56,19 @@ class Report:
     """Where the time went, as measured and as planned, and what to change.
 
     Attributes:
-        planned: of one step of replica 0; None if the run was not planned.
+        recorded: the mini-batches in question.
+        plan: the plan of a step of one replica; None if the run was not planned from measured
+            layers, or no longer is what was planned.
+        planned: where the time goes in it.
+        facts: from which it was planned.
     """
 
     found: Breakdown
-    planned: Breakdown | None
+    recorded: Sequence[MiniBatch]
     advice: Advice
+    plan: Planned | None = None
+    planned: Breakdown | None = None
+    facts: NetworkFacts | None = None
 
 
 def report(path: Path, other: Path | None = None, *, as_json: bool = False) -> str:
@@ -69,16 +77,17 @@ def report(path: Path, other: Path | None = None, *, as_json: bool = False) -> s
     Raises:
         UsageError: there is no run, it has no recorded steps, or a file of it cannot be read.
     """
-    made = _read(path)
+    made = read(path)
     if other is None:
         return json.dumps(_facts(made), indent=2) if as_json else "\n".join(_text(made))
-    pair = made, _read(other)
+    pair = made, read(other)
     if as_json:
         return json.dumps({"runs": [_facts(one) for one in pair]}, indent=2)
     return "\n".join(_difference((path, other), pair))
 
 
-def _read(path: Path) -> Report:
+def read(path: Path) -> Report:
+    """Return the report of the run in a directory; raises as :func:`report`."""
     run_dir = RunDir(path)
     record = RunRecord.read(run_dir)
     try:
@@ -102,20 +111,21 @@ def of_run(run_dir: RunDir, record: RunRecord, lives: Sequence[WorkerLife]) -> R
         return None
     found = breakdown(lives, recorded)
     schedule = schedule_of(recorded[-1])
-    ranges, facts = _planned_from(run_dir)
+    ranges, facts = planned_from(run_dir)
     options = Options.of(record.options)
     request = request_of(options)
     balance = tuple(stop - first for first, stop in ranges)
     costs = costs_of(recorded)
     if len(ranges) != schedule.placement.stages:
-        return Report(found, None, Advice("the plan of the run is not that of its last steps"))
+        advice = Advice("the plan of the run is not that of its last steps")
+        return Report(found, recorded, advice)
     owners = schedule.placement.owners
     measured = measured_facts(facts, ranges, owners, costs)
     advice = advise(measured, request, balance, found, len(found.steps))
-    planned = None
-    if facts is not None and facts.measured:
-        planned = planned_breakdown(plan_job(facts, replace(options, balance=balance)))
-    return Report(found, planned, advice)
+    if facts is None or not facts.measured:
+        return Report(found, recorded, advice, facts=facts)
+    plan = plan_job(facts, replace(options, balance=balance))
+    return Report(found, recorded, advice, plan, planned_breakdown(plan), facts)
 
 
 def _warm(recorded: list[MiniBatch]) -> list[MiniBatch]:
@@ -124,7 +134,7 @@ def _warm(recorded: list[MiniBatch]) -> list[MiniBatch]:
     return [one for one in recorded if one is not first[one.lives[0].generation]] or recorded
 
 
-def _planned_from(run_dir: RunDir) -> tuple[tuple[tuple[int, int], ...], NetworkFacts | None]:
+def planned_from(run_dir: RunDir) -> tuple[tuple[tuple[int, int], ...], NetworkFacts | None]:
     """Return the layers of each stage, and the facts from which they were planned."""
     try:
         content = read_json(run_dir.plan, _Plan, "it is not the plan of a run", most=64 << 20)
@@ -160,7 +170,7 @@ def _facts(made: Report) -> dict[str, Any]:
 
 
 def _worker(time: WorkerTime) -> dict[str, Any]:
-    parts = {part: getattr(time, part) for part in _PARTS}
+    parts = {part: getattr(time, part) for part in PARTS}
     return {"worker": time.worker, "stages": list(time.stages), **parts, "idle": dict(time.idle)}
 
 
@@ -179,38 +189,35 @@ def _text(made: Report) -> Iterator[str]:
 
 
 def _table(found: Breakdown) -> Sequence[str]:
-    shown = [cause for cause in CAUSES if any(time.idle[cause] for time in found.workers)]
-    done = [part for part in _PARTS if any(getattr(time, part) for time in found.workers)]
-    head = ["worker", "stages", *done, *(_WORDS.get(cause, cause) for cause in shown)]
+    names = [*PARTS, *CAUSES]
+    shown = [name for name in names if any(time.parts[name] for time in found.workers)]
+    head = ["worker", "stages", *(WORDS.get(name, name) for name in shown)]
 
     def shares(parts: Mapping[str, float]) -> list[str]:
-        return [f"{100 * value / found.seconds:.1f}%" for value in parts.values()]
+        return [f"{100 * parts[name] / found.seconds:.1f}%" for name in shown]
 
     rows = [head]
-    mean: dict[str, float] = {}
     for time in found.workers:
-        parts = {part: getattr(time, part) for part in done}
-        parts |= {cause: time.idle[cause] for cause in shown}
-        for name, value in parts.items():
-            mean[name] = mean.get(name, 0.0) + value / len(found.workers)
-        rows.append([str(time.worker), ", ".join(map(str, time.stages)), *shares(parts)])
+        rows.append([str(time.worker), ", ".join(map(str, time.stages)), *shares(time.parts)])
     if len(found.workers) > 1:
-        rows.append(["mean", "", *shares(mean)])
+        rows.append(["mean", "", *shares(_mean(found))])
     return table(rows, right=range(2, len(head)))
 
 
-def _means(found: Breakdown) -> dict[str, float]:
-    """Return the milliseconds of a step by part, over all workers."""
-    scale = 1e3 / len(found.steps) / len(found.workers)
-    means = {part: scale * sum(getattr(time, part) for time in found.workers) for part in _PARTS}
-    return means | {
-        cause: scale * sum(time.idle[cause] for time in found.workers) for cause in CAUSES
+def _mean(found: Breakdown) -> dict[str, float]:
+    """Return the seconds by part, the mean of all workers."""
+    count = len(found.workers)
+    return {
+        name: sum(time.parts[name] for time in found.workers) / count for name in (*PARTS, *CAUSES)
     }
 
 
 def _difference(paths: tuple[Path, Path], pair: tuple[Report, Report]) -> Iterator[str]:
     """Yield where the steps of two runs differ, the largest difference first."""
-    first, second = (_means(one.found) for one in pair)
+    first, second = (
+        {name: 1e3 * value / len(one.found.steps) for name, value in _mean(one.found).items()}
+        for one in pair
+    )
     totals = [1e3 * one.found.seconds / len(one.found.steps) for one in pair]
     by = totals[1] / totals[0] - 1
     yield (
@@ -223,7 +230,7 @@ def _difference(paths: tuple[Path, Path], pair: tuple[Report, Report]) -> Iterat
     for part in parts:
         if first[part] or second[part]:
             values = first[part], second[part]
-            rows.append([_WORDS.get(part, part), *_shown(*values)])
+            rows.append([WORDS.get(part, part), *_shown(*values)])
     rows.append(["step", *_shown(*totals)])
     yield from table(rows, right=(1, 2, 3))
 

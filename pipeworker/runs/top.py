@@ -17,9 +17,9 @@ from rich.text import Text
 
 from pipeworker.display.text import data_size, duration, sanitize
 from pipeworker.errors import RecordError, UnreadableFile, UsageError
-from pipeworker.record import lock
-from pipeworker.record.bounded_file import read_json
+from pipeworker.record import lock, present
 from pipeworker.record.metrics import rows
+from pipeworker.record.present import Present
 from pipeworker.record.rundir import RunDir, listed
 
 _EVERY = 1.0
@@ -28,28 +28,6 @@ _PATIENCE = 10.0
 _RECENT = 20
 _STALE = 3.0
 """Seconds of silence that are shown."""
-
-
-class _Worker(msgspec.Struct):
-    worker: int
-    host: str
-    stages: list[int]
-    phase: str
-    step: int
-    microbatch: int
-    layer: int
-    waits: bool
-    memory_bytes: int
-    silent_seconds: float
-    kind: str = msgspec.field(name="class", default="")
-
-
-class _Now(msgspec.Struct):
-    time: float
-    generation: int
-    restarts: int
-    doing: str
-    workers: list[_Worker]
 
 
 def watch(path: Path, *, once: bool) -> None:
@@ -78,7 +56,7 @@ def _views(path: Path, run_dir: RunDir) -> Iterator[list[RenderableType]]:
     while lock.is_locked(run_dir.lock):
         try:
             run_dir.request_watch()
-            now = msgspec.convert(read_json(run_dir.now, _Now, "it is not of a job"), _Now)
+            now = present.read(run_dir)
         except FileNotFoundError:
             if time.monotonic() - began > _PATIENCE:
                 raise UsageError(
@@ -93,7 +71,7 @@ def _views(path: Path, run_dir: RunDir) -> Iterator[list[RenderableType]]:
         yield [*_head(run_dir, now), _table(now)]
 
 
-def _head(run_dir: RunDir, now: _Now) -> Iterator[RenderableType]:
+def _head(run_dir: RunDir, now: Present) -> Iterator[RenderableType]:
     try:
         recent = list(itertools.islice(rows.reversed_rows(run_dir.metrics), _RECENT))
     except OSError as error:
@@ -112,7 +90,7 @@ def _head(run_dir: RunDir, now: _Now) -> Iterator[RenderableType]:
     yield Text(sanitize("  ".join(parts)))
 
 
-def _table(now: _Now) -> Table:
+def _table(now: Present) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     names = ("worker", "stages", "does", "step", "micro-batch", "layer", "memory", "host", "")
     for name in names:
@@ -139,4 +117,5 @@ def snapshot(path: Path) -> dict[str, Any]:
     """Return what the workers of a running job do at present; raises as :func:`watch`."""
     run_dir = RunDir(path.resolve())
     next(_views(path, run_dir))
-    return read_json(run_dir.now, _Now, "it is not of a job")
+    found: dict[str, Any] = msgspec.to_builtins(present.read(run_dir))
+    return found

@@ -12,13 +12,19 @@ import json
 import re
 import tarfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pipeworker.errors import RecordError, UnreadableFile, UsageError
+from pipeworker.job.options import Options
+from pipeworker.job.planning import plan_job
+from pipeworker.plan.planner.memory import LayerBytes
+from pipeworker.plan.simulate import timeline
 from pipeworker.record.atomic_file import write_bytes
 from pipeworker.record.run_record import RunRecord
 from pipeworker.record.rundir import RunDir
+from pipeworker.runs.report import planned_from
 from pipeworker.trace import chrome
 from pipeworker.trace.clocks import Clocks, aligned
 from pipeworker.trace.timeline import WorkerLife, read_timeline
@@ -37,12 +43,12 @@ def write_trace(path: Path, steps: str | None, asked: Path | None) -> str:
     """
     chosen = _chosen(steps)
     run_dir = RunDir(path)
-    RunRecord.read(run_dir)
+    record = RunRecord.read(run_dir)
     try:
-        timeline = read_timeline(run_dir, chosen)
+        read = read_timeline(run_dir, chosen)
     except OSError as error:
         raise UnreadableFile(path, error) from None
-    lives, recorded = timeline.lives, timeline.recorded
+    lives, recorded = read.lives, read.recorded
     if not recorded:
         raise UsageError(f"{path}: it has no recorded steps; a run records them since it began")
     if chosen is not None and not any(step in chosen for step in recorded):
@@ -54,7 +60,7 @@ def write_trace(path: Path, steps: str | None, asked: Path | None) -> str:
     output = asked or Path(_NAMES[hosts > 1])
     if output.exists() and output.suffix not in (".json", ".tar"):
         raise UsageError(f"-o {output}: exists already; choose another file, such as trace.json")
-    found = chrome.events(aligned(lives), chosen)
+    found = chrome.events(aligned(lives), chosen, _plan(run_dir, record))
     data = _archive(path, lives, found) if hosts > 1 else _json(found)
     try:
         write_bytes(output, data)
@@ -66,6 +72,21 @@ def write_trace(path: Path, steps: str | None, asked: Path | None) -> str:
         f"{output}: steps {_ranges(shown)} of {workers} workers; https://ui.perfetto.dev opens it, "
         "and sends it nowhere"
     )
+
+
+def _plan(run_dir: RunDir, record: RunRecord) -> chrome.Plan:
+    """Return the plan of a run, with no more than ``plan.json`` has of it."""
+    ranges, facts = planned_from(run_dir)
+    if facts is None:
+        return chrome.Plan()
+    options = Options.of(record.options)
+    layers = LayerBytes(facts, options.microbatches)
+    graphs = {stage: layers.graph(layers_of) for stage, layers_of in enumerate(ranges)}
+    if not facts.measured or options.placement.stages != len(ranges):
+        return chrome.Plan(graphs=graphs)
+    balance = tuple(stop - first for first, stop in ranges)
+    planned = plan_job(facts, replace(options, balance=balance))
+    return chrome.Plan(timeline(planned.schedule, planned.costs), graphs)
 
 
 def _json(found: Sequence[chrome.Event]) -> bytes:

@@ -1,30 +1,27 @@
-"""The hooks of a job that a script passes: rank 0 calls them between steps, in the script's thread.
+"""What a script's job passes records to: rank 0 calls it between steps, in the script's thread.
 
-They are functions of the script's process, which no other process has.
+Functions and objects of the script's process are there, which no other process has; and so are the
+loggers of its options.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
 
 from pipeworker.errors import PipeworkerError
-from pipeworker.job.file import HOOKS, JobFile
+from pipeworker.job.file import JobFile, hooks_of
 from pipeworker.session.session import Session
-from pipeworker.worker.hooks import Hooks
+from pipeworker.worker.hooks import Hooks, loggers_of
 
 
 class ScriptHooks:
     """The hooks of the job of a session's; none on other ranks than 0."""
 
     def __init__(self, job: JobFile, session: Session) -> None:
-        self._session = session
-        found = {name: getattr(job, name) for name in HOOKS}
-        self._functions: Mapping[str, Callable[[Any], Any]] = {
-            name: value for name, value in found.items() if value and session.rank == 0
-        }
+        self._job, self._session = job, session
+        self._has_hooks = bool(hooks_of(job))
+        self._is_over = session.rank != 0
         self._hooks: Hooks | None = None
 
     def call_new(self, *, final: bool = False) -> None:
@@ -32,19 +29,23 @@ class ScriptHooks:
 
         Errors are shown as warnings.
         """
-        if not (self._functions and self._session.worker.is_loaded):
+        if self._is_over or not self._session.worker.is_loaded:
             return
         loaded = self._session.worker.loaded
+        options = loaded.role.options
         try:
             if self._hooks is None:
-                step = loaded.role.options.resume_step
-                self._hooks = Hooks(loaded.run_dir, self._functions, step, _warn, lambda _: None)
+                if not self._has_hooks and not options.loggers:
+                    return
+                loggers, step = loggers_of(options, loaded.run_dir, _warn), options.resume_step
+                self._hooks = Hooks(loaded.run_dir, self._job, loggers, step, _warn, lambda _: None)
             if final:
+                self._is_over = True
                 self._hooks.finish()
             else:
                 self._hooks.call_new()
         except (OSError, PipeworkerError) as error:
-            self._functions = {}
+            self._is_over = True
             _warn(f"hooks: {error}; no hook is called any more", "")
 
 

@@ -46,6 +46,7 @@ def train(
     on_step: Callable[[dict[str, Any]], Any] | None = None,
     on_evaluation: Callable[[dict[str, Any]], Any] | None = None,
     on_checkpoint: Callable[[Path], Any] | None = None,
+    callbacks: Sequence[Any] = (),
     run_dir: str | Path | None = None,
     resume: bool = False,
     auto_resume: bool = False,
@@ -60,7 +61,8 @@ def train(
     arguments that both have. The others are as in a job file, or options of ``pipeworker launch``
     with underscores: ``epochs=3``, ``evaluate_every=100``. Rank 0 prints a line per step, at most
     one a second or every `log_every` steps; if `quiet`, only warnings. It also calls `on_step`,
-    `on_evaluation` and `on_checkpoint`, in this thread, between two steps.
+    `on_evaluation` and `on_checkpoint`, and the methods of these names of `callbacks`, in this
+    thread, between two steps.
 
     With `resume` it continues the run in `run_dir`, with `auto_resume` if there is one. The run
     keeps its options unless others are given here. Those that change its numbers must be named:
@@ -96,6 +98,7 @@ def train(
             on_step=on_step,
             on_evaluation=on_evaluation,
             on_checkpoint=on_checkpoint,
+            callbacks=callbacks,
         ),
         where,
     )

@@ -25,6 +25,8 @@ from pipeworker.trace.timeline import Command, WorkerLife
 FILL_DRAIN, IMBALANCE, TRANSFER, DATA = "fill_drain", "imbalance", "transfer", "data"
 COORDINATOR, CHECKPOINT, RECOVERY, OTHER = "coordinator", "checkpoint", "recovery", "other"
 CAUSES = (FILL_DRAIN, IMBALANCE, TRANSFER, DATA, COORDINATOR, CHECKPOINT, RECOVERY, OTHER)
+PARTS = ("forward", "recompute", "backward", "optimizer")
+"""What a worker computes."""
 _BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
@@ -48,6 +50,11 @@ class WorkerTime:
     def computing(self) -> float:
         """The seconds in which it computed gradients or updated weights."""
         return self.forward + self.recompute + self.backward + self.optimizer
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """All seconds, by what it computed and by why it was idle."""
+        return {part: getattr(self, part) for part in PARTS} | self.idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +142,12 @@ def breakdown(lives: Sequence[WorkerLife], chosen: Sequence[MiniBatch]) -> Break
             time.idle[FILL_DRAIN] += fill
             time.idle[IMBALANCE] += rest
             time.idle[OTHER] += one.end - one.begin - known - fill - rest
-    for seconds in _recoveries(lives, chosen):
-        total += seconds
-        for time in workers.values():
-            time.idle[RECOVERY] += seconds
+    shown = {life.generation for one in chosen for life in one.lives}
+    for generation, begin, end in recoveries(lives):
+        if {generation - 1, generation} <= shown:
+            total += end - begin
+            for time in workers.values():
+                time.idle[RECOVERY] += end - begin
     numbers = tuple(sorted({one.step for one in chosen}))
     return Breakdown(total, numbers, tuple(workers[rank] for rank in sorted(workers)))
 
@@ -277,9 +286,8 @@ def evened(costs: Costs) -> Costs:
     return Costs(forward, backward, backward_input)
 
 
-def _recoveries(lives: Sequence[WorkerLife], chosen: Sequence[MiniBatch]) -> Iterator[float]:
-    """Yield the seconds from the end of a generation to the begin of the next."""
-    shown = {life.generation for one in chosen for life in one.lives}
+def recoveries(lives: Sequence[WorkerLife]) -> Iterator[tuple[int, float, float]]:
+    """Yield when one generation ended and the next one began, with the number of the latter."""
     ends: dict[int, float] = {}
     begins: dict[int, float] = {}
     for life in lives:
@@ -291,8 +299,7 @@ def _recoveries(lives: Sequence[WorkerLife], chosen: Sequence[MiniBatch]) -> Ite
                 begins.get(life.generation, command.received), command.received
             )
     for generation, following in zip(sorted(begins), sorted(begins)[1:], strict=False):
-        if generation in shown and following in shown:
-            yield max(0.0, begins[following] - ends[generation])
+        yield following, ends[generation], max(ends[generation], begins[following])
 
 
 def planned_breakdown(planned: Planned) -> Breakdown:

@@ -2,16 +2,21 @@
 
 A process is a worker, in each of its lives. Slices nest: a step has its actions, and what came
 before them. A transfer is an asynchronous event from its send to its receive, and a flow binds the
-two slices. A counter shows the micro-batches that a worker holds. The format is that of Chromium's
-"Trace Event Format"; times are microseconds from the first moment of the trace.
+two slices. Counters show the micro-batches that a worker holds, the bytes that it keeps of them for
+their backward, and its memory. Recoveries are slices of a process of their own, and so is, for each
+worker, the step that was planned. The format is that of Chromium's "Trace Event Format"; times are
+microseconds from the first moment of the trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from pipeworker.plan.actions import RECEIVES, SENDS, WEIGHTS, Edge, Kind, edge_of
+from pipeworker.plan import simulate
+from pipeworker.plan.actions import RECEIVES, SENDS, WEIGHTS, Action, Edge, Kind, edge_of
+from pipeworker.trace.causes import recoveries
 from pipeworker.trace.timeline import ActionSpan, Command, WorkerLife
 
 Event = dict[str, Any]
@@ -32,12 +37,30 @@ _COLORS = {
     "backward of the weights": "rail_animation",
     "data": "rail_load",
 }
+_RUN, _PLANNED = 0, 1_000_000
+"""Processes of the trace that are no workers: the run, and the planned steps of worker 0, 1, ..."""
 Key = tuple[int, int, int, int, Edge, int]
 """A frame: generation, replica, step, first micro-batch, channel, number."""
 
 
-def events(lives: Sequence[WorkerLife], steps: range | None = None) -> list[Event]:
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run was planned to do.
+
+    Attributes:
+        spans: the simulated actions of a step, by worker of a replica.
+        graphs: the bytes that a stage keeps of a micro-batch for its backward, by stage.
+    """
+
+    spans: Sequence[Sequence[simulate.Span]] = ()
+    graphs: Mapping[int, int] = field(default_factory=dict)
+
+
+def events(
+    lives: Sequence[WorkerLife], steps: range | None = None, plan: Plan | None = None
+) -> list[Event]:
     """Return the events of a timeline, in order of time; of some `steps`, or of all."""
+    plan = plan or Plan()
     chosen = [
         (life, [c for c in life.commands if steps is None or c.step in steps]) for life in lives
     ]
@@ -60,9 +83,44 @@ def events(lives: Sequence[WorkerLife], steps: range | None = None) -> list[Even
                     place = life.generation, life.replica, command.step, command.first
                     key = (*place, edge_of(span.action), span.action.microbatch)
                     frames[key] = span, pid
-        found += _live(commands, pid, zero)
+        found += _counters(commands, pid, zero, plan.graphs)
     found += _transfers(sent, received, zero)
+    found += _recoveries(lives, zero, max(moments))
+    found += _planned([commands for _, commands in chosen], plan, zero)
     return sorted(found, key=lambda event: (event.get("ts", -1.0), -event.get("dur", 0.0)))
+
+
+def _recoveries(lives: Sequence[WorkerLife], first: float, last: float) -> Iterator[Event]:
+    """Yield the time between generations of workers, as far as it is within the trace."""
+    found = [one for one in recoveries(lives) if first <= one[2] and one[1] <= last]
+    if found:
+        yield from _named(_RUN, "run", "recoveries")
+    for generation, begin, end in found:
+        name, args = "recovery", {"generation": generation}
+        where = {"pid": _RUN, "tid": 1, "ph": "X", "name": name, "args": args}
+        yield {**where, **_times(max(begin, first), end, first)}
+
+
+def _planned(every: Sequence[Sequence[Command]], plan: Plan, zero: float) -> Iterator[Event]:
+    """Yield the planned step beside each mini-batch, from the time at which that began."""
+    begins: dict[tuple[int, int], float] = {}
+    for command in (command for commands in every for command in commands if command.actions):
+        key, begin = (command.step, command.first), command.actions[0].begin
+        begins[key] = min(begins.get(key, begin), begin)
+    if not begins:
+        return
+    for worker, spans in enumerate(plan.spans):
+        pid = _PLANNED + worker
+        yield from _named(pid, f"planned: worker {worker}", "as planned")
+        for (step, first), begin in begins.items():
+            for action, start, end in spans:
+                args = {
+                    "step": step,
+                    "stage": action.stage,
+                    "microbatch": first + action.microbatch,
+                }
+                event = {"pid": pid, "tid": 1, "ph": "X", "name": str(action), "args": args}
+                yield {**event, **_drawn(action), **_times(begin + start, begin + end, zero)}
 
 
 def by_host(lives: Sequence[WorkerLife], found: Sequence[Event]) -> dict[str, list[Event]]:
@@ -70,8 +128,9 @@ def by_host(lives: Sequence[WorkerLife], found: Sequence[Event]) -> dict[str, li
     names = _numbered(lives)
     hosts = {names[life.rank, life.generation]: life.host for life in lives}
     divided: dict[str, list[Event]] = {life.host: [] for life in lives}
+    first = next(iter(divided), "")
     for event in found:
-        divided[hosts[event["pid"]]].append(event)
+        divided[hosts.get(event["pid"], first)].append(event)
     return divided
 
 
@@ -88,13 +147,26 @@ def _process(life: WorkerLife, pid: int) -> Iterator[Event]:
         name += f" of replica {life.replica}"
     if life.generation > 1:
         name += f", generation {life.generation}"
+    yield from _named(pid, name, life.host)
+
+
+def _named(pid: int, name: str, label: str) -> Iterator[Event]:
+    """Yield the name of a process, its label and its place among the others."""
     for kind, args in (
         ("process_name", {"name": name}),
-        ("process_labels", {"labels": life.host}),
+        ("process_labels", {"labels": label}),
         ("process_sort_index", {"sort_index": pid}),
+        ("thread_name", {"name": "actions"}),
     ):
         yield {"ph": "M", "pid": pid, "tid": 1, "name": kind, "args": args}
-    yield {"ph": "M", "pid": pid, "tid": 1, "name": "thread_name", "args": {"name": "actions"}}
+
+
+def _drawn(action: Action) -> Event:
+    """Return the category and the colour of an action that computes or reads data."""
+    name = _NAMES.get(action.kind)
+    if name is None:
+        return {}
+    return {"cat": name} | ({"cname": _COLORS[name]} if name in _COLORS else {})
 
 
 def _slices(command: Command, pid: int, zero: float) -> Iterator[Event]:
@@ -107,23 +179,27 @@ def _slices(command: Command, pid: int, zero: float) -> Iterator[Event]:
     for span in command.spans:
         yield {**where, "ph": "X", "name": span.name, **_times(span.begin, span.end, zero)}
     for action, begin, ended in command.actions:
-        name = _NAMES.get(action.kind, "")
         args = {**step, "stage": action.stage, "microbatch": command.first + action.microbatch}
         if ended is None:
             args["died"] = True
         event = {**where, "ph": "X", "name": str(action), "args": args}
-        event |= _times(begin, end if ended is None else ended, zero)
-        if name:
-            event["cat"] = name
-            if name in _COLORS:
-                event["cname"] = _COLORS[name]
-        yield event
+        yield {**event, **_drawn(action), **_times(begin, end if ended is None else ended, zero)}
 
 
-def _live(commands: Iterable[Command], pid: int, zero: float) -> Iterator[Event]:
-    """Yield how many micro-batches have begun their forward and not ended their backward."""
+def _counters(
+    commands: Iterable[Command], pid: int, zero: float, graphs: Mapping[int, int]
+) -> Iterator[Event]:
+    """Yield the micro-batches between the begin of their forward and the end of their backward.
+
+    And bytes: those that the plan has for as many micro-batches, and those that were used.
+    """
+
+    def counter(name: str, at: float, unit: str, value: int) -> Event:
+        args = {unit: value}
+        return {"ph": "C", "pid": pid, "name": name, "ts": _at(at, zero), "args": args}
+
     for command in commands:
-        count = 0
+        count = held = 0
         for action, begin, end in command.actions:
             change = 0
             if action.kind is Kind.FORWARD:
@@ -132,8 +208,12 @@ def _live(commands: Iterable[Command], pid: int, zero: float) -> Iterator[Event]
                 change, at = -1, end
             if change:
                 count += change
-                args = {"micro-batches": count}
-                yield {"ph": "C", "pid": pid, "name": "live", "ts": _at(at, zero), "args": args}
+                held += change * graphs.get(action.stage, 0)
+                yield counter("live", at, "micro-batches", count)
+                if graphs:
+                    yield counter("held for backward, as planned", at, "bytes", held)
+        for (_, begin, end), size in zip(command.actions, command.memory, strict=False):
+            yield counter("memory", end or begin, "bytes", size)
 
 
 def _transfers(

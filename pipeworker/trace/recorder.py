@@ -73,14 +73,18 @@ def seconds(base: float, differences: Sequence[int]) -> list[float]:
 
 
 def row_of(times: MiniBatchTimes) -> Row:
-    """Return the row of a mini-batch."""
-    return {
+    """Return the row of a mini-batch; memory is in KiB, as differences from action to action."""
+    found: Row = {
         "step": times.step,
         "first": times.first,
         "program": times.program,
         "began": round(times.began, 6),
         "times": microseconds(round(times.began, 6), times.times),
     }
+    if times.memory:
+        whole = np.asarray(times.memory) >> 10
+        found["memory"] = list(map(int, np.diff(whole, prepend=0)))
+    return found
 
 
 def record_unfinished(ring: Ring) -> None:

@@ -26,6 +26,7 @@ class MiniBatchTimes:
         began: when the mini-batch began, in seconds of the worker's clock.
         times: the begin and end of each action, alternating; of the last one perhaps only its
             begin.
+        memory: the bytes that the worker used behind each action; empty if they were not read.
     """
 
     step: int
@@ -33,6 +34,7 @@ class MiniBatchTimes:
     program: int
     began: float
     times: tuple[float, ...]
+    memory: tuple[int, ...] = ()
 
 
 class Ring:

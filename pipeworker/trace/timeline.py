@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,6 +68,7 @@ class Command:
             if the worker died.
         spans: what is no action, such as the update, in order.
         actions: those of a mini-batch, in order; empty if they were not recorded.
+        memory: the bytes that the worker used behind each action; empty if they are not known.
     """
 
     step: int
@@ -75,6 +77,7 @@ class Command:
     answered: float | None
     spans: tuple[Span, ...] = ()
     actions: tuple[ActionSpan, ...] = ()
+    memory: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,7 @@ class _Times(msgspec.Struct):
     program: int = 0
     began: float = 0.0
     times: list[int] = []
+    memory: list[int] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,4 +281,5 @@ def _command(row: _Times, programs: dict[int, tuple[Action, ...]]) -> Command:
         ends = [*times[1::2], *([None] if len(times) % 2 else [])]
         named = programs[row.program][: len(ends)]
         actions = tuple(map(ActionSpan, named, times[::2], ends))
-    return Command(row.step, row.first, received, row.answered, spans, actions)
+    memory = tuple(1024 * kib for kib in accumulate(row.memory[: len(actions)]))
+    return Command(row.step, row.first, received, row.answered, spans, actions, memory)

@@ -30,6 +30,7 @@ from pipeworker.record.rundir import RunDir
 from pipeworker.wire import lines
 from pipeworker.worker.blame import raised, user_traceback
 from pipeworker.worker.console import redirect_output
+from pipeworker.worker.loggers.chosen import chosen
 
 Warn = Callable[[str, str], None]
 """Receives a warning, and the details that belong to it."""
@@ -39,11 +40,13 @@ _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Hooks:
-    """Calls the `functions`, by the names of hooks, with the records of a run.
+    """Calls functions with the records of a run: those of a job, and those of loggers.
 
     An error of a function is a warning, and the function is called with the next record.
 
     Args:
+        job: has functions and callbacks.
+        loggers: objects with the methods of callbacks, and perhaps ``close()``, by their names.
         resume_step: the step that the run is resumed from.
         warn: receives the first error of each function.
         note: receives the further errors, and other remarks.
@@ -55,14 +58,16 @@ class Hooks:
     def __init__(
         self,
         run_dir: RunDir,
-        functions: Mapping[str, Callable[[Any], Any]],
+        job: job_file.JobFile,
+        loggers: Mapping[str, Any],
         resume_step: int,
         warn: Warn,
         note: Callable[[str], None],
     ) -> None:
-        self._functions, self._warn, self._note = functions, warn, note
-        self._places = PlaceFile(run_dir.hooks, tuple(functions), resume_step)
-        self._feed = RunFeed(run_dir, tuple(functions), self._places)
+        self._called, self._loggers = job_file.hooks_of(job, loggers), loggers
+        self._warn, self._note = warn, note
+        self._places = PlaceFile(run_dir.hooks, tuple(self._called), resume_step)
+        self._feed = RunFeed(run_dir, tuple(self._called), self._places)
         self._failed: set[str] = set()
 
     def call_new(self, *, final: bool = False) -> bool:
@@ -77,30 +82,52 @@ class Hooks:
         return bool(found)
 
     def finish(self) -> None:
-        """Call the functions with all that is left, and close the files."""
+        """Call the functions with all that is left, and close the loggers and files."""
         while self.call_new(final=True):
             pass
+        for name, logger in self._loggers.items():
+            if hasattr(logger, "close"):
+                self._attempt(f"{name}.close()", logger.close, "at the end")
         self.close()
 
     def close(self) -> None:
+        """Close the files."""
         self._feed.close()
         self._places.close()
 
     def _call(self, record: Record) -> None:
-        name = record.kind
-        if name == CHECKPOINT and not record.value.exists():
-            self._note(f"{record.value}: was removed (--keep) before {name}() was called with it")
-            return
+        gone = record.kind == CHECKPOINT and not record.value.exists()
+        for name, function in self._called[record.kind]:
+            if gone:
+                self._note(f"{record.value}: was removed (--keep) before {name} was called with it")
+            else:
+                self._attempt(name, partial(function, record.value), f"after step {record.step}")
+
+    def _attempt(self, name: str, call: Callable[[], Any], when: str) -> None:
         try:
-            self._functions[name](record.value)
+            call()
         except (Exception, SystemExit) as error:
-            text = f"{name}(): {raised(error)} after step {record.step}"
+            text = f"{name}: {raised(error)} {when}"
             details = user_traceback(error)
             if name in self._failed:
                 self._note(text)
                 return
             self._failed.add(name)
-            self._warn(f"{text}; the job continues, and {name}() is called again", details)
+            self._warn(f"{text}; the job continues, and {name} is called again", details)
+
+
+def loggers_of(options: Options, run_dir: RunDir, warn: Warn) -> dict[str, Any]:
+    """Return the loggers that options ask for, by name; one that fails at once is a warning.
+
+    Raises:
+        UsageError: ``run.json`` cannot be read.
+    """
+
+    def fail(name: str, error: BaseException) -> None:
+        text = f"{name}: {raised(error)} at its start; the job continues without it"
+        warn(text, user_traceback(error))
+
+    return chosen(options, run_dir, fail)
 
 
 class _Parent:
@@ -169,8 +196,8 @@ def _call_all(parent: _Parent) -> None:
     redirect_output(run_dir.hooks_log())
     torch.set_num_threads(options.threads)
     job = job_file.load(Path(options.job_file), options.arguments)
-    functions = {name: getattr(job, name) for name in job_file.hooks_of(job)}
-    hooks = Hooks(run_dir, functions, options.resume_step, parent.warn, streams.note)
+    loggers = loggers_of(options, run_dir, parent.warn)
+    hooks = Hooks(run_dir, job, loggers, options.resume_step, parent.warn, streams.note)
     while not parent.job_over.is_set():
         if not hooks.call_new():
             parent.job_over.wait(_POLL_SECONDS)

@@ -13,7 +13,7 @@ from pipeworker.facts.layer_names import LayerNames
 from pipeworker.facts.position import Phase
 from pipeworker.host import streams
 from pipeworker.job import file as job_file
-from pipeworker.job.file import hooks_of
+from pipeworker.job.file import HOOKS, hooks_of
 from pipeworker.job.signatures import takes_steps
 from pipeworker.plan.actions import Action, Edge, parse_actions
 from pipeworker.record.rundir import located
@@ -110,12 +110,20 @@ class ModelledWorker:
             (*job_file.notes(loaded.job, options), *model.notes()),
             numerics.settings(),
             length,
-            hooks_of(loaded.job) if loaded.path and not options.evaluate_only else (),
+            _hooks(loaded),
             outline,
             machine_of(loaded.device, model.entries) if options.is_planned else None,
             model.frozen(),
             problem,
         )
+
+
+def _hooks(loaded: LoadedWorker) -> tuple[str, ...]:
+    """Return the kinds of records that a process of hooks is for; a script calls its own hooks."""
+    options = loaded.role.options
+    if not loaded.path or options.evaluate_only:
+        return ()
+    return HOOKS if options.loggers else tuple(hooks_of(loaded.job))
 
 
 def _recorder(loaded: LoadedWorker) -> Recorder:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pipeworker.plan.actions import RECEIVES
 from pipeworker.plan.schedule import Schedule
 from pipeworker.plan.simulate import Costs, simulate, timeline
-from pipeworker.trace.recorder import UPDATE
+from pipeworker.record.rundir import RunDir
+from pipeworker.trace.recorder import UPDATE, Recorder
+from pipeworker.trace.ring import MiniBatchTimes
 from pipeworker.trace.timeline import ActionSpan, Command, Span, WorkerLife
 
 BASE = 5000.0
@@ -59,3 +62,24 @@ def lives_of(
         held = schedule.placement.held[rank]
         lives.append(WorkerLife(rank, 0, held, "a-0", 1, "here", "one", BASE, 1e9, tuple(commands)))
     return lives
+
+
+def write_lives(run_dir: RunDir, schedule: Schedule, lives: Sequence[WorkerLife]) -> None:
+    """Write what workers have recorded, as they do; each action takes 2 MiB more."""
+    for life, actions in zip(lives, schedule.workers, strict=True):
+        path = run_dir.worker_timeline(life.rank)
+        recorder = Recorder(path, start_of(life.rank, life.generation), _fail)
+        recorder.use(1, actions)
+        for command in life.commands:
+            times = [at for span in command.actions for at in (span.begin, span.end or 0.0)]
+            memory = tuple((100 + 2 * place) << 20 for place in range(len(actions)))
+            recorder.receive(command.step, recorded=True)
+            with recorder.during(UPDATE):
+                pass
+            recorder.run(MiniBatchTimes(command.step, 0, 1, times[0], tuple(times), memory))
+            recorder.write()
+        recorder.close()
+
+
+def _fail(text: str) -> None:
+    raise AssertionError(text)

@@ -19,7 +19,7 @@ from pipeworker.trace import chrome
 from pipeworker.trace.recorder import UPDATE, Recorder, record_unfinished
 from pipeworker.trace.ring import MiniBatchTimes, Ring
 from pipeworker.trace.timeline import LAST, Timeline, WorkerLife, read_timeline
-from support.timelines import BASE, lives_of, start_of
+from support.timelines import BASE, lives_of, start_of, write_lives
 
 SCHEDULE = ORDERS["1f1b"].build(Placement.identity(3), 4, ["never"] * 3)
 
@@ -30,23 +30,15 @@ def lives() -> list[WorkerLife]:
 
 
 def test_a_timeline_has_what_was_recorded(lives: list[WorkerLife], tmp_path: Path) -> None:
-    for life, actions in zip(lives, SCHEDULE.workers, strict=True):
-        path = RunDir(tmp_path).worker_timeline(life.rank)
-        recorder = Recorder(path, start_of(life.rank), pytest.fail)
-        recorder.use(1, actions)
-        for command in life.commands:
-            times = [at for span in command.actions for at in (span.begin, span.end or 0.0)]
-            recorder.receive(command.step, recorded=True)
-            with recorder.during(UPDATE):
-                pass
-            recorder.run(MiniBatchTimes(command.step, 0, 1, times[0], tuple(times)))
-            recorder.write()
-        recorder.close()
+    write_lives(RunDir(tmp_path), SCHEDULE, lives)
     for life, wanted in zip(read_timeline(RunDir(tmp_path)).lives, lives, strict=True):
         assert replace(life, commands=()) == replace(wanted, commands=())
         for command, other in zip(life.commands, wanted.commands, strict=True):
             assert (command.step, command.first) == (other.step, other.first)
             assert [span.name for span in command.spans] == [UPDATE]
+            assert command.memory == tuple(
+                (100 + 2 * place) << 20 for place in range(len(command.actions))
+            )
             for span, like in zip(command.actions, other.actions, strict=True):
                 assert span.action == like.action
                 assert span[1:] == pytest.approx(like[1:], abs=1e-6)

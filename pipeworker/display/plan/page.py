@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 
+from pipeworker.display.html import document, table
 from pipeworker.display.plan.svg import Picture
 from pipeworker.display.plan.text import summary
 from pipeworker.display.plan.view import PlanView
 from pipeworker.plan.figures import bytes_text, count_text, rate_text, seconds_text
 
-_STYLE = """\
-:root { color-scheme: light dark; --ink: #24292f; --paper: #ffffff; --line: #d0d7de; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #d5dbe3; --paper: #14181d; --line: #38414c; }
-}
-@media print { :root { color-scheme: light; --ink: #000000; --paper: #ffffff; --line: #999999; } }
-body { font: 15px/1.5 system-ui, -apple-system, 'Segoe UI', sans-serif; color: var(--ink);
-  background: var(--paper); max-width: 66rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-figure { margin: 0; overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.25rem 0.5rem; text-align: right; border-bottom: 1px solid var(--line);
-  white-space: nowrap; }
-th.name, td.name { text-align: left; }
-tr.chosen td { font-weight: 600; }
-meter { width: 6rem; }
-"""
-_NAMED = ' class="name"'
 _STAGE_HEAD = (
     *("stage", "worker", "layers", "parameters", "forward", "recompute", "backward"),
     *("memory", "limit", "recompute mode"),
 )
 _CHOICE_HEAD = ("schedule", "stages", "step", "samples/s", "bubble", "memory", "note")
 _WORDS = ("schedule", "recompute mode", "note")
-"""Columns of words, which are aligned to the left."""
+"""Columns of words."""
 
 
 def picture_of(view: PlanView, width: int = 960) -> Picture:
@@ -57,40 +40,19 @@ def picture_of(view: PlanView, width: int = 960) -> Picture:
 
 def html(view: PlanView) -> str:
     """Return the page of a plan."""
-    return "\n".join([*_lines(view), ""])
+    return "\n".join([*document(view.title, _body(view)), ""])
 
 
-def _lines(view: PlanView) -> Iterator[str]:
-    title = escape(view.title)
-    yield "<!DOCTYPE html>"
-    yield '<html lang="en">'
-    yield f'<head><meta charset="utf-8"/><title>{title}</title>'
-    yield '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
-    yield f"<style>\n{_STYLE}</style></head>"
-    yield "<body>"
-    yield f"<h1>{title}</h1>"
+def _body(view: PlanView) -> Iterator[str]:
     _, *others = summary(view)
     yield from (f"<p>{escape(line)}</p>" for line in others)
     yield f"<figure>{picture_of(view).svg()}</figure>"
     yield "<h2>Stages</h2>"
     yield "<p>Times are those of a step; memory is that of the stage's worker.</p>"
-    yield from _table(_STAGE_HEAD, _stage_rows(view))
+    yield from table(_STAGE_HEAD, _stage_rows(view), _WORDS)
     if len(view.choices) > 1:
         yield "<h2>Schedules and numbers of stages</h2>"
-        yield from _table(_CHOICE_HEAD, _choice_rows(view))
-    yield "</body></html>"
-
-
-def _table(head: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> Iterator[str]:
-    """Yield a table; each row has its class and its cells, which are HTML."""
-    yield '<div style="overflow-x: auto"><table><thead><tr>'
-    yield "".join(f"<th{_NAMED if name in _WORDS else ''}>{name}</th>" for name in head)
-    yield "</tr></thead><tbody>"
-    for kind, cells in rows:
-        named = (_NAMED if name in _WORDS else "" for name in head)
-        texts = (f"<td{one}>{cell}</td>" for one, cell in zip(named, cells, strict=True))
-        yield f'<tr class="{kind}">{"".join(texts)}</tr>'
-    yield "</tbody></table></div>"
+        yield from table(_CHOICE_HEAD, _choice_rows(view), _WORDS)
 
 
 def _stage_rows(view: PlanView) -> Iterator[tuple[str, Sequence[str]]]:

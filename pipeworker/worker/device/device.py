@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from pipeworker.errors import UsageError
 from pipeworker.worker.internals import pytree
 
-_STATM = Path("/proc/self/statm")
+_STATM, _PAGE = "/proc/self/statm", resource.getpagesize()
 
 
 def accelerator_type() -> str:
@@ -65,13 +66,42 @@ def peak_memory(device: torch.device) -> int:
 
 def used_memory(device: torch.device) -> int:
     """Return the present memory in bytes: of the accelerator's allocator, else of the process."""
-    allocated = getattr(torch.get_device_module(device.type), "memory_allocated", None)
-    if allocated is not None:
-        return int(allocated(device))
-    try:
-        return int(_STATM.read_bytes().split()[1]) * resource.getpagesize()
-    except OSError:  # not Linux, or no descriptor is left
-        return peak_resident()
+    with MemoryGauge(device) as gauge:
+        return gauge()
+
+
+class MemoryGauge:
+    """Returns, at each call, the present memory in bytes: of a device's allocator, or the process.
+
+    A call takes a microsecond or two.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        module = torch.get_device_module(device.type)
+        self._allocated = getattr(module, "memory_allocated", None)
+        self._device, self._file = device, -1
+        if self._allocated is None:
+            with suppress(OSError):  # not Linux, or no descriptor is left
+                self._file = os.open(_STATM, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __call__(self) -> int:
+        if self._allocated is not None:
+            return int(self._allocated(self._device))
+        if self._file < 0:
+            return peak_resident()
+        return int(os.pread(self._file, 64, 0).split(None, 2)[1]) * _PAGE
+
+    def __enter__(self) -> MemoryGauge:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file of the system that it reads."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
 
 def peak_resident() -> int:

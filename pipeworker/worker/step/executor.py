@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import compress
@@ -11,7 +12,7 @@ from typing import Any
 
 from pipeworker.facts.position import Phase
 from pipeworker.plan.actions import (
-    COMPUTE,
+    BUSY,
     INPUTS,
     RECEIVES,
     SENDS,
@@ -29,7 +30,7 @@ from pipeworker.plan.placement import Placement
 from pipeworker.trace.ring import MiniBatchTimes, Ring
 from pipeworker.wire.messages.step import RunStep
 from pipeworker.worker.data.reader import MicroBatches, sample_shares
-from pipeworker.worker.device.device import EventStopwatch, stopwatch_for
+from pipeworker.worker.device.device import EventStopwatch, MemoryGauge, stopwatch_for
 from pipeworker.worker.stage import losses
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.values import distinct_tensors
@@ -42,7 +43,6 @@ from pipeworker.worker.step.wiring import Wiring
 Instruction = tuple[Handler, int, bool]
 """The handler of an action, the number of its micro-batch, and whether a device performs it."""
 
-_BUSY = COMPUTE | {Kind.LOAD}
 _COMPUTES: dict[Kind, Callable[[StageChannels], Handler]] = {
     Kind.FORWARD: lambda channels: channels.forward,
     Kind.RECOMPUTE: lambda channels: channels.recompute,
@@ -94,7 +94,7 @@ def compile_program(
     backward = {action.stage for action in actions if action.kind in INPUTS}
     handler = cache(partial(_handler, wiring, load, backward))
     instructions = [
-        (handler(a.kind, a.stage, a.peer), a.microbatch, on_device and a.kind in _BUSY)
+        (handler(a.kind, a.stage, a.peer), a.microbatch, on_device and a.kind in BUSY)
         for a in actions
     ]
     order: dict[Edge, list[int]] = {
@@ -111,7 +111,7 @@ def compile_program(
         }
         for kind in (Kind.RECOMPUTE, Kind.BACKWARD_INPUT, Kind.FETCH)
     )
-    busy = [action.kind in _BUSY for action in actions]
+    busy = [action.kind in BUSY for action in actions]
     return Program(number, actions, instructions, busy, order, *flags)
 
 
@@ -184,7 +184,7 @@ class Executor:
         self._last = wiring.stages.get(placement.stages - 1)
         self._behind = lags(placement)
         self._tracker = stage.tracker
-        self._ring = ring or Ring()
+        self._ring, self._device = ring or Ring(), stage.device
         watch = stopwatch_for(stage.device)
         self._stopwatch = watch if isinstance(watch, EventStopwatch) else None
         self._program = Program()
@@ -235,16 +235,20 @@ class Executor:
         times = ring.begin(run.step, run.first, program.number, count, began)
         marks: list[Any] = []
         mark, now, at = self._stopwatch.mark if self._stopwatch else None, perf_counter, 0
-        for handle, microbatch, on_device in program.instructions:
-            times[at] = now()
-            if mark is not None and on_device:
-                marks.append(mark())
-                handle(microbatch)
-                marks.append(mark())
-            else:
-                handle(microbatch)
-            times[at + 1] = now()
-            at += 2
+        memory: list[int] = []
+        with MemoryGauge(self._device) if run.recorded else nullcontext() as used:
+            for handle, microbatch, on_device in program.instructions:
+                times[at] = now()
+                if mark is not None and on_device:
+                    marks.append(mark())
+                    handle(microbatch)
+                    marks.append(mark())
+                else:
+                    handle(microbatch)
+                times[at + 1] = now()
+                if used is not None:
+                    memory.append(used())
+                at += 2
         self._tracker.wait(run.step)
         self._wiring.flush()
         for channels in self._wiring.stages.values():
@@ -258,7 +262,9 @@ class Executor:
         ring.end()
         busy = program.busy
         spent = sum(compress(every[1::2], busy), 0.0) - sum(compress(every[::2], busy), 0.0)
-        recorded = MiniBatchTimes(run.step, run.first, program.number, began, tuple(every))
+        recorded = MiniBatchTimes(
+            run.step, run.first, program.number, began, tuple(every), tuple(memory)
+        )
         return StepOutput(*results, spent, recorded)
 
     def _begin(self, run: RunStep) -> None:

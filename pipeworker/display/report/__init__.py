@@ -1,0 +1,1 @@
+"""The page of a run: ``pipeworker report --html``."""

@@ -1,0 +1,242 @@
+"""``pipeworker report --html``: reads all that the page of a run shows."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pipeworker.display.report.curves import Curve
+from pipeworker.display.report.page import page
+from pipeworker.display.report.view import Box, MemoryView, ReportView, StepView
+from pipeworker.display.text import duration, number, sanitize
+from pipeworker.errors import RecordError, UnreadableFile
+from pipeworker.plan.actions import BUSY
+from pipeworker.plan.figures import rate_text, seconds_text
+from pipeworker.plan.planned import Planned
+from pipeworker.plan.simulate import timeline
+from pipeworker.record.atomic_file import write_bytes
+from pipeworker.record.bounded_file import open_bounded
+from pipeworker.record.metrics import rows
+from pipeworker.record.metrics.rows import Row
+from pipeworker.record.rundir import RunDir
+from pipeworker.runs import report
+from pipeworker.runs.info import Run, time_of
+from pipeworker.runs.report import Report
+from pipeworker.trace.causes import MiniBatch
+from pipeworker.trace.recorder import UPDATE
+from pipeworker.trace.timeline import WorkerLife
+
+_CURVES = {
+    "loss": "loss",
+    "samples_per_second": "samples/s",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "bubble": "bubble",
+}
+"""Figures of a step's row, and what their curves are called."""
+_MOST_BOXES = 200_000
+_WARNING = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ WARNING (?!dropped )(.*)")
+_MOST_LOG = 4 << 20
+
+
+def write_page(path: Path, output: Path) -> str:
+    """Write the page of a run; describe what was written.
+
+    Raises:
+        UsageError: there is no run, it has no recorded steps, or a file of it cannot be read.
+        RecordError: the page cannot be written.
+    """
+    made = report.read(path)
+    view = _view(Run.read(path), made)
+    try:
+        write_bytes(output, page(view).encode())
+    except OSError as error:
+        raise RecordError(output, error) from None
+    return f"{output}: the report of {path}, for a browser; it loads nothing else"
+
+
+def _view(run: Run, made: Report) -> ReportView:
+    run_dir = RunDir(run.path)
+    try:
+        steps = list(rows.read(run_dir.metrics))
+        evaluations = list(rows.read(run_dir.evaluation))
+    except OSError as error:
+        raise UnreadableFile(run.path, error) from None
+    lives = made.recorded[-1].lives
+    labels = [_label(life) for life in lives]
+    chosen = list(_chosen(made.recorded))
+    return ReportView(
+        run.path.resolve().name,
+        made.advice.text,
+        list(_figures(run, made)),
+        list(_curves(steps, evaluations)),
+        labels,
+        [_step(title, one) for title, one in chosen],
+        _planned(made.plan, len(lives)) if made.plan else None,
+        list(_memory(chosen[0][1], labels, made.plan)),
+        made.found,
+        made.planned,
+        list(_happened(run, run_dir, made)),
+    )
+
+
+def _label(life: WorkerLife) -> str:
+    stages = f"stage{'s' * (len(life.stages) > 1)} {', '.join(map(str, life.stages))}"
+    replica = f" of replica {life.replica}" if life.replica else ""
+    return f"worker {life.rank}: {stages}{replica}"
+
+
+def _figures(run: Run, made: Report) -> Iterator[tuple[str, str]]:
+    asked = f" of {run.asked_steps:,}" if run.asked_steps else ""
+    yield "status", run.status
+    yield "steps", f"{run.steps:,}{asked}"
+    if run.last:
+        yield "loss", _text(run.last.get("loss"))
+    if run.best_value is not None:
+        yield f"best {run.record.criterion.name}", number(run.best_value)
+    yield "a step", seconds_text(made.found.seconds / len(made.found.steps))
+    for speed, unit in zip(run.speeds, ("samples/s", "tokens/s"), strict=True):
+        if speed:
+            yield unit, rate_text(speed)
+    computing = sum(time.computing for time in made.found.workers)
+    yield "idle", f"{1 - computing / made.found.seconds / len(made.found.workers):.1%}"
+    seconds = run.summary["seconds"]
+    if seconds is not None:
+        yield "time", duration(seconds)
+    yield "losses of workers", str(run.summary["restarts"])
+
+
+def _text(value: Any) -> str:
+    return number(value) if isinstance(value, float) else str(value)
+
+
+def _curves(steps: Sequence[Row], evaluations: Sequence[Row]) -> Iterator[Curve]:
+    at = [int(row["step"]) for row in steps]
+    losses = _by_step(evaluations, "loss")
+    for name, text in _CURVES.items():
+        values = [_number(row.get(name)) for row in steps]
+        others = losses if name == "loss" else {}
+        curve = Curve.of(text, at, values, others, "evaluation" if others else "")
+        if curve is not None:
+            yield curve
+    for name in dict.fromkeys(name for row in evaluations for name in row):
+        if name not in ("step", "loss"):
+            found = _by_step(evaluations, name)
+            curve = Curve.of(name, [*found], [*found.values()])
+            if curve is not None:
+                yield curve
+
+
+def _by_step(found: Sequence[Row], name: str) -> dict[int, float]:
+    return {int(row["step"]): _number(row.get(name)) for row in found}
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) and abs(value) < 1e300 else math.nan
+
+
+def _chosen(recorded: Sequence[MiniBatch]) -> Iterator[tuple[str, MiniBatch]]:
+    """Yield the step of median duration, the slowest and the last one, with titles."""
+    by_time = sorted(recorded, key=lambda one: one.end - one.begin)
+    seen: list[MiniBatch] = []
+    boxes = 0
+    for what, one in (
+        ("a usual one", by_time[len(by_time) // 2]),
+        ("the slowest that is recorded", by_time[-1]),
+        ("the last that is recorded", recorded[-1]),
+    ):
+        boxes += sum(len(command.actions) for command in one.commands)
+        if not any(one is other for other in seen) and (not seen or boxes <= _MOST_BOXES):
+            seen.append(one)
+            yield f"step {one.step}, {what}", one
+
+
+def _step(title: str, one: MiniBatch) -> StepView:
+    zero = one.begin
+    found = []
+    for command in one.commands:
+        boxes = [
+            Box(a.kind, a.stage, command.first + a.microbatch, begin - zero, (end or begin) - zero)
+            for a, begin, end in command.actions
+            if a.kind in BUSY
+        ]
+        boxes += [Box(name, -1, -1, begin - zero, end - zero) for name, begin, end in command.spans]
+        found.append(sorted(boxes, key=lambda box: box.begin))
+    return StepView(title, one.end - zero, found)
+
+
+def _planned(planned: Planned, workers: int) -> StepView:
+    """Return the step of a plan, which is that of each replica."""
+    end = planned.timing.makespan
+    of_replica = [
+        [Box(a.kind, a.stage, a.microbatch, begin, stop) for a, begin, stop in spans]
+        + [Box(UPDATE, -1, -1, end, end + planned.update)]
+        for spans in timeline(planned.schedule, planned.costs)
+    ]
+    copies = workers // len(of_replica) or 1
+    return StepView("as planned", planned.step_seconds, of_replica * copies)
+
+
+def _memory(one: MiniBatch, labels: Sequence[str], plan: Planned | None) -> Iterator[MemoryView]:
+    for place, command in enumerate(one.commands):
+        if not command.memory:
+            continue
+        times = [(end or begin) - one.begin for _, begin, end in command.actions]
+        predicted = limit = None
+        if plan:
+            worker = place % len(plan.memory)
+            predicted, limit = plan.memory[worker], plan.limits[worker]
+        yield MemoryView(labels[place], times, command.memory, predicted, limit)
+
+
+def _happened(run: Run, run_dir: RunDir, made: Report) -> Iterator[tuple[str, str]]:
+    found: list[tuple[float, str]] = []
+
+    def note(when: datetime | None, text: str) -> None:
+        found.append((when.timestamp() if when else 0.0, sanitize(text)))
+
+    content: Mapping[str, Any] = run.record.content
+    note(time_of(run.record.content), f"began on {content.get('host')}")
+    for start in content["resumed"]:
+        note(time_of(start), f"was resumed after step {start.get('step')} on {start.get('host')}")
+    for path, manifest in run.checkpoints.items():
+        figures = ""
+        if manifest.evaluation is not None:
+            figures = f", loss {_text(manifest.evaluation.get('loss'))} in evaluation"
+        when = datetime.fromtimestamp(path.stat().st_mtime).astimezone()
+        note(when, f"checkpoint {path.name}{figures}")
+    causes = run.summary["causes"]
+    starts: dict[int, float] = {}
+    for one in made.recorded:
+        for life in one.lives:
+            starts.setdefault(life.generation, life.time)
+    for generation, seconds in sorted(starts.items()):
+        if 2 <= generation < len(causes) + 2:
+            found.append((seconds, sanitize(f"recovered: {causes[generation - 2]}")))
+    for cause in causes if len(starts) < len(causes) + 1 else ():
+        found.append((0.0, sanitize(f"a loss: {cause}")))
+    found += _warnings(run_dir)
+    for seconds, text in sorted(found):
+        moment = datetime.fromtimestamp(seconds).astimezone()
+        yield moment.strftime("%Y-%m-%d %H:%M:%S") if seconds else "", text
+    error = run.summary["error"]
+    yield "", sanitize(f"{run.status}{f': {error}' if error else ''}, after {run.steps:,} steps")
+
+
+def _warnings(run_dir: RunDir) -> Iterator[tuple[float, str]]:
+    """Yield the warnings of the job that its coordinator has logged, with their times."""
+    try:
+        with open_bounded(run_dir.coordinator_log(), None) as file:
+            text = file.read(_MOST_LOG).decode(errors="replace")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UnreadableFile(run_dir.coordinator_log(), error) from None
+    for line in text.splitlines():
+        if found := _WARNING.fullmatch(line):
+            when = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S").astimezone()
+            yield when.timestamp(), sanitize(f"warning: {found[2]}")

@@ -1,0 +1,1 @@
+"""Loggers: adapters that pass what a run records on to other programs."""

@@ -1,0 +1,18 @@
+"""What loggers have in common: the name of a run in another program, which a resumed run keeps."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from pipeworker.record.run_record import RunRecord
+
+EVALUATION = "evaluation/"
+"""A prefix of the figures of evaluation passes."""
+_LENGTH = 16
+
+
+def identity(record: RunRecord) -> str:
+    """Return a text that is equal for a run, also if it was resumed, and differs for others."""
+    first = {name: record.content.get(name) for name in ("started", "host", "pid", "command")}
+    return hashlib.sha256(json.dumps(first).encode()).hexdigest()[:_LENGTH]

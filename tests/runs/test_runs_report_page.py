@@ -1,0 +1,135 @@
+"""The page of a run of 100,000 steps, in a real browser where there is one."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from pipeworker.job.options import Options
+from pipeworker.plan.simulate import Costs
+from pipeworker.record import run_record
+from pipeworker.record.rundir import RunDir
+from pipeworker.runs.report_page import write_page
+from support.browser import BROWSER, Browser
+from support.orders import build
+from support.timelines import lives_of, write_lives
+
+STEPS = 100_000
+WORKERS, MICROBATCHES = 8, 32
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """Return a run of 100,000 steps, of whose last two the actions are recorded."""
+    run_dir = RunDir(tmp_path_factory.mktemp("runs") / "long")
+    for folder in (run_dir.path, run_dir.timeline):
+        folder.mkdir(exist_ok=True)
+    (run_dir.path / "job.py").write_text("")
+    options = Options(str(run_dir.path / "job.py"), WORKERS, MICROBATCHES, recompute="never")
+    run_record.write(run_dir, asdict(options), {"host": "here", "pid": 1, "started": "2026-11-26"})
+    with run_dir.metrics.open("w") as file:
+        for step in range(1, STEPS + 1):
+            row = {
+                "step": step,
+                "loss": 3 * math.exp(-step / 30_000) + 0.1 * math.sin(step),
+                "samples": 64,
+                "seconds": 0.5,
+                "samples_per_second": 128.0,
+                "grad_norm": None if step % 7 == 0 else 1 / step,
+                "lr": 0.001,
+                "bubble": 0.2,
+                "epoch": 1,
+            }
+            file.write(json.dumps(row) + "\n")
+    run_dir.plan.write_text(
+        json.dumps({"stages": [{"stage": s, "layers": [s, s + 1]} for s in range(WORKERS)]})
+    )
+    schedule = build("gpipe", WORKERS, MICROBATCHES, "never")
+    write_lives(run_dir, schedule, lives_of(schedule, Costs.even(WORKERS, 0.05, 0.1), steps=3))
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def written(run: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    write_page(run.path, path)
+    return path
+
+
+def test_a_long_run_has_a_small_page(written: Path) -> None:
+    assert written.stat().st_size < 1 << 20
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    if BROWSER is None:
+        pytest.skip("no Chromium is installed")
+    with Browser(tmp_path / "browser") as found:
+        yield found
+
+
+def test_it_loads_within_two_seconds_without_a_request_or_an_error(
+    browser: Browser, written: Path
+) -> None:
+    browser.show(1200, 900)
+    began = time.monotonic()
+    browser.open(written)
+    assert time.monotonic() - began < 2
+    assert not browser.problems
+    shown = browser.run("document.querySelector('#measured figcaption').textContent")
+    assert shown.startswith("step ")
+    colours = browser.run(
+        "(() => { const c = document.querySelector('#measured canvas'), d = c.getContext('2d')"
+        ".getImageData(0, 0, c.width, c.height).data, found = new Set();"
+        "for (let k = 0; k < d.length; k += 4) found.add(d[k] + ',' + d[k+1] + ',' + d[k+2]);"
+        "return [...found]; })()"
+    )
+    assert {"0,114,178", "230,159,0"} <= set(colours)  # forwards and backwards are drawn
+
+
+def test_it_is_used_by_keys_alone(browser: Browser, written: Path) -> None:
+    browser.open(written)
+    browser.run("document.querySelector('#measured canvas').focus()")
+    browser.press("n")
+    first = browser.run("document.getElementById('what').textContent")
+    assert first.startswith("worker 0: stage 0: ")
+    browser.press("n")
+    browser.press("n")
+    assert browser.run("document.getElementById('what').textContent") != first
+    before = browser.run("document.querySelector('#measured canvas').toDataURL()")
+    for key in ("+", "+", "ArrowRight"):
+        browser.press(key)
+    zoomed = browser.run(
+        "new Promise(d => requestAnimationFrame(() => requestAnimationFrame(() =>"
+        " d(document.querySelector('#measured canvas').toDataURL()))))"
+    )
+    assert zoomed != before
+    browser.run("document.querySelector('.curve svg').focus()")
+    browser.press("ArrowRight")
+    assert browser.run("document.querySelector('.curve figcaption').textContent").startswith(
+        "step "
+    )
+    assert not browser.problems
+
+
+@pytest.mark.parametrize(
+    ("width", "media", "dark"),
+    [(390, "screen", False), (1200, "screen", True), (800, "print", False)],
+    ids=["phone", "dark", "print"],
+)
+def test_it_fits(browser: Browser, written: Path, width: int, media: str, *, dark: bool) -> None:
+    browser.show(width, 900, media=media, dark=dark)
+    browser.open(written)
+    assert browser.run("document.documentElement.scrollWidth") <= width
+    ink, paper = (
+        sum(map(int, browser.run(f"getComputedStyle(document.body).{name}")[4:-1].split(",")))
+        for name in ("color", "backgroundColor")
+    )
+    assert (ink > paper) is dark
+    assert not browser.problems
