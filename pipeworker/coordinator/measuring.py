@@ -137,6 +137,7 @@ class Measuring:
         on_host = not any(machine.unit for machine in self.machines)
         one_host = len(set(self.hosts)) == 1
         latency, seconds_per_byte = _LOCAL if one_host else _REMOTE
+        names = {self.machines[rank].name for rank in ranks}
         return NetworkFacts(
             layers,
             outline.input_bytes,
@@ -159,6 +160,7 @@ class Measuring:
             maps_frames=on_host and one_host,
             updates_at_once=not on_host,
             frozen=self.frozen,
+            device=names.pop() if len(names) == 1 else "",
         )
 
     def summary(self, seconds: float) -> str:

@@ -13,9 +13,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import zmq
 from typing_extensions import assert_never
 
@@ -35,11 +33,11 @@ from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.host.descriptors import DescriptorReserve, check_available
 from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.job.options import Options
-from pipeworker.record.bounded_file import read_json
 from pipeworker.record.facts_cache import FactsCache, default_folder
 from pipeworker.record.lock import RunLock
 from pipeworker.record.manifest import MANIFEST, Manifest
 from pipeworker.record.metrics import rows
+from pipeworker.record.plan_file import PlanFile
 from pipeworker.record.rundir import RunDir, located
 from pipeworker.wire import lines, sockets
 from pipeworker.wire.lines import Configuration
@@ -301,9 +299,8 @@ def main() -> int:
 def recorded_facts(run_dir: RunDir) -> NetworkFacts | None:
     """Return the facts that a run was planned from, which its plan records; None without any."""
     try:
-        content = read_json(run_dir.plan, dict[str, Any], "it is not a plan")
-        return msgspec.convert(content.get("facts"), NetworkFacts | None)
-    except (OSError, UnreadableFile, msgspec.ValidationError) as error:
+        return PlanFile.read(run_dir).facts
+    except (OSError, UnreadableFile) as error:
         log.info("no facts of the run's layers are recorded: %s", error)
         return None
 

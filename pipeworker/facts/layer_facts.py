@@ -33,6 +33,8 @@ class LayerFacts:
             second one.
         output_bytes: bytes of the value that it passes to the next layer.
         passes_gradient: whether its output requires a gradient, in a network up to this layer.
+        flops: floating-point operations of a forward and a backward, as torch counts them: of
+            products of matrices and convolutions. 0 if they are not counted, as of compiled layers.
     """
 
     kind: str
@@ -52,6 +54,7 @@ class LayerFacts:
     deferred_bytes: int = 0
     output_bytes: int = 0
     passes_gradient: bool = True
+    flops: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,7 @@ class NetworkFacts:
         frozen: the layers that are known, before any is built, to have nothing to train.
         replicas: copies of the pipeline that add up their gradients.
         shards_optimizer: whether each replica has a part of the optimizer's state.
+        device: the name of what the workers compute on; "" if it is not the same for all.
     """
 
     layers: tuple[LayerFacts, ...]
@@ -120,3 +124,9 @@ class NetworkFacts:
     frozen: tuple[int, ...] = ()
     replicas: int = 1
     shards_optimizer: bool = False
+    device: str = ""
+
+    @property
+    def flops_per_sample(self) -> float:
+        """The floating-point operations of a forward and a backward of one sample; 0 if unknown."""
+        return sum(layer.flops for layer in self.layers) / max(1, self.samples)

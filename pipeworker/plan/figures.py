@@ -36,3 +36,12 @@ def bytes_text(size: int) -> str:
             break
         value /= 1000
     return f"{value:.1f} {unit}" if unit != "B" and value < 100 else f"{value:.0f} {unit}"
+
+
+def flops_text(rate: float) -> str:
+    """Format floating-point operations a second as ``4.6 GFLOP/s``, with three digits."""
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if rate < 999.5 or unit == "P":
+            break
+        rate /= 1000
+    return f"{rate:.3g} {unit}FLOP/s"

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -99,7 +99,7 @@ class Run:
                 path,
                 record,
                 summary,
-                tuple(itertools.islice(rows.reversed_rows(run_dir.metrics), _RECENT)),
+                recent_rows(run_dir),
                 rows.last(run_dir.evaluation),
                 record.criterion.best(rows.read(run_dir.evaluation)),
                 _checkpoints(run_dir),
@@ -116,10 +116,7 @@ class Run:
     @property
     def speeds(self) -> tuple[float | None, float | None]:
         """The medians of samples and of tokens per second in recent steps; None if unknown."""
-        samples = [_positive(row.get("samples_per_second")) for row in self.recent]
-        seconds = [(_positive(row.get("seconds")), row) for row in self.recent]
-        tokens = [_positive(row.get("tokens")) / took for took, row in seconds if took]
-        return _median(samples), _median(tokens)
+        return speeds_of(self.recent)
 
     @property
     def status(self) -> str:
@@ -189,6 +186,19 @@ class Run:
             ],
         }
         return dict(strict(found))
+
+
+def recent_rows(run_dir: RunDir) -> tuple[Row, ...]:
+    """Return the rows of the last hundred steps, the newest first; raises OSError."""
+    return tuple(itertools.islice(rows.reversed_rows(run_dir.metrics), _RECENT))
+
+
+def speeds_of(recent: Sequence[Row]) -> tuple[float | None, float | None]:
+    """Return the medians of samples and of tokens per second; None if unknown."""
+    samples = [_positive(row.get("samples_per_second")) for row in recent]
+    seconds = [(_positive(row.get("seconds")), row) for row in recent]
+    tokens = [_positive(row.get("tokens")) / took for took, row in seconds if took]
+    return _median(samples), _median(tokens)
 
 
 def _checkpoints(run_dir: RunDir) -> dict[Path, Manifest]:

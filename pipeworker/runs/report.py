@@ -8,18 +8,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from pipeworker.display.report.page import WORDS
 from pipeworker.display.text import table
 from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.facts.layer_facts import NetworkFacts
+from pipeworker.facts.peak import peak_flops
 from pipeworker.job.options import Options
 from pipeworker.job.planning import plan_job, request_of
+from pipeworker.plan.figures import flops_text, rate_text
 from pipeworker.plan.planned import Planned
-from pipeworker.record.bounded_file import read_json
+from pipeworker.record.plan_file import PlanFile
 from pipeworker.record.run_record import RunRecord
 from pipeworker.record.rundir import RunDir
+from pipeworker.runs.info import recent_rows, speeds_of
 from pipeworker.trace.advice import Advice, advise, measured_facts
 from pipeworker.trace.causes import (
     CAUSES,
@@ -36,19 +37,42 @@ from pipeworker.trace.causes import (
 from pipeworker.trace.clocks import aligned
 from pipeworker.trace.timeline import WorkerLife, read_timeline
 
-_MOST = 1_000_000
-"""The most layers of a network."""
 
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The medians of recent steps; None if unknown.
 
-class _Stage(msgspec.Struct):
-    stage: int
-    layers: tuple[int, int]
-    replica: int = 0
+    Attributes:
+        samples, tokens: a second.
+        flops: floating-point operations of the model a second, forward and backward, without those
+            of recomputation.
+        peak: their share of what the devices can do, 0..1.
+    """
 
+    samples: float | None = None
+    tokens: float | None = None
+    flops: float | None = None
+    peak: float | None = None
 
-class _Plan(msgspec.Struct):
-    stages: list[_Stage]
-    facts: NetworkFacts | None = None
+    @staticmethod
+    def of(run_dir: RunDir, facts: NetworkFacts | None, options: Options) -> Rates:
+        """Return the rates of a run; raises OSError."""
+        samples, tokens = speeds_of(recent_rows(run_dir))
+        if facts is None or not samples or not facts.flops_per_sample:
+            return Rates(samples, tokens)
+        flops = samples * facts.flops_per_sample
+        peak = peak_flops(facts.device, options.precision)
+        return Rates(samples, tokens, flops, flops / (peak * options.workers) if peak else None)
+
+    def words(self) -> str:
+        """Return what is known, in words."""
+        found = []
+        for rate, unit in ((self.samples, "samples/s"), (self.tokens, "tokens/s")):
+            found += [f"{rate_text(rate)} {unit}"] if rate else []
+        if self.flops:
+            share = f", {self.peak:.0%} of the devices' peak" if self.peak else ""
+            found.append(f"{flops_text(self.flops)} of the model{share}")
+        return ", ".join(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +84,15 @@ class Report:
         plan: the plan of a step of one replica; None if the run was not planned from measured
             layers, or no longer is what was planned.
         planned: where the time goes in it.
-        facts: from which it was planned.
+        rates: how fast it is.
     """
 
     found: Breakdown
     recorded: Sequence[MiniBatch]
     advice: Advice
+    rates: Rates
     plan: Planned | None = None
     planned: Breakdown | None = None
-    facts: NetworkFacts | None = None
 
 
 def report(path: Path, other: Path | None = None, *, as_json: bool = False) -> str:
@@ -111,21 +135,25 @@ def of_run(run_dir: RunDir, record: RunRecord, lives: Sequence[WorkerLife]) -> R
         return None
     found = breakdown(lives, recorded)
     schedule = schedule_of(recorded[-1])
-    ranges, facts = planned_from(run_dir)
+    file = planned_from(run_dir)
+    ranges, facts, balance = file.ranges, file.facts, file.balance
     options = Options.of(record.options)
     request = request_of(options)
-    balance = tuple(stop - first for first, stop in ranges)
+    try:
+        rates = Rates.of(run_dir, facts, options)
+    except OSError as error:
+        raise UnreadableFile(run_dir.metrics, error) from None
     costs = costs_of(recorded)
     if len(ranges) != schedule.placement.stages:
         advice = Advice("the plan of the run is not that of its last steps")
-        return Report(found, recorded, advice)
+        return Report(found, recorded, advice, rates)
     owners = schedule.placement.owners
     measured = measured_facts(facts, ranges, owners, costs)
     advice = advise(measured, request, balance, found, len(found.steps))
     if facts is None or not facts.measured:
-        return Report(found, recorded, advice, facts=facts)
+        return Report(found, recorded, advice, rates)
     plan = plan_job(facts, replace(options, balance=balance))
-    return Report(found, recorded, advice, plan, planned_breakdown(plan), facts)
+    return Report(found, recorded, advice, rates, plan, planned_breakdown(plan))
 
 
 def _warm(recorded: list[MiniBatch]) -> list[MiniBatch]:
@@ -134,19 +162,16 @@ def _warm(recorded: list[MiniBatch]) -> list[MiniBatch]:
     return [one for one in recorded if one is not first[one.lives[0].generation]] or recorded
 
 
-def planned_from(run_dir: RunDir) -> tuple[tuple[tuple[int, int], ...], NetworkFacts | None]:
-    """Return the layers of each stage, and the facts from which they were planned."""
+def planned_from(run_dir: RunDir) -> PlanFile:
+    """Return what a run was planned to be.
+
+    Raises:
+        UsageError: its plan cannot be read.
+    """
     try:
-        content = read_json(run_dir.plan, _Plan, "it is not the plan of a run", most=64 << 20)
+        return PlanFile.read(run_dir)
     except OSError as error:
         raise UnreadableFile(run_dir.plan, error) from None
-    plan = msgspec.convert(content, _Plan)
-    stages = sorted((one for one in plan.stages if not one.replica), key=lambda one: one.stage)
-    ranges = tuple(one.layers for one in stages)
-    ends = [0, *(stop for _, stop in ranges)]
-    if [first for first, _ in ranges] != ends[:-1] or ends != sorted({*ends}) or ends[-1] > _MOST:
-        raise UnreadableFile(run_dir.plan, "the layers of its stages do not follow each other")
-    return ranges, plan.facts
 
 
 def _facts(made: Report) -> dict[str, Any]:
@@ -155,6 +180,10 @@ def _facts(made: Report) -> dict[str, Any]:
         "seconds": found.seconds,
         "steps": list(found.steps),
         "workers": [_worker(time) for time in found.workers],
+        "samples_per_second": made.rates.samples,
+        "tokens_per_second": made.rates.tokens,
+        "flops_per_second": made.rates.flops,
+        "peak_share": made.rates.peak,
         "planned": None
         if made.planned is None
         else {
@@ -179,6 +208,8 @@ def _text(made: Report) -> Iterator[str]:
     count = len(found.steps)
     yield made.advice.text
     yield ""
+    if words := made.rates.words():
+        yield words
     each = found.seconds / count
     yield f"{count} recorded step{'s' * (count > 1)} of {each:.4g} s; shares of their time:"
     yield from _table(found)

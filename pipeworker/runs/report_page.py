@@ -15,7 +15,7 @@ from pipeworker.display.report.view import Box, MemoryView, ReportView, StepView
 from pipeworker.display.text import duration, number, sanitize
 from pipeworker.errors import RecordError, UnreadableFile
 from pipeworker.plan.actions import BUSY
-from pipeworker.plan.figures import rate_text, seconds_text
+from pipeworker.plan.figures import flops_text, rate_text, seconds_text
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.simulate import timeline
 from pipeworker.record.atomic_file import write_bytes
@@ -99,9 +99,13 @@ def _figures(run: Run, made: Report) -> Iterator[tuple[str, str]]:
     if run.best_value is not None:
         yield f"best {run.record.criterion.name}", number(run.best_value)
     yield "a step", seconds_text(made.found.seconds / len(made.found.steps))
-    for speed, unit in zip(run.speeds, ("samples/s", "tokens/s"), strict=True):
+    rates = made.rates
+    for speed, unit in ((rates.samples, "samples/s"), (rates.tokens, "tokens/s")):
         if speed:
             yield unit, rate_text(speed)
+    if rates.flops:
+        share = f", {rates.peak:.0%} of the peak" if rates.peak else ""
+        yield "model", f"{flops_text(rates.flops)}{share}"
     computing = sum(time.computing for time in made.found.workers)
     yield "idle", f"{1 - computing / made.found.seconds / len(made.found.workers):.1%}"
     seconds = run.summary["seconds"]

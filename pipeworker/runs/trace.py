@@ -76,16 +76,16 @@ def write_trace(path: Path, steps: str | None, asked: Path | None) -> str:
 
 def _plan(run_dir: RunDir, record: RunRecord) -> chrome.Plan:
     """Return the plan of a run, with no more than ``plan.json`` has of it."""
-    ranges, facts = planned_from(run_dir)
+    file = planned_from(run_dir)
+    facts = file.facts
     if facts is None:
         return chrome.Plan()
     options = Options.of(record.options)
     layers = LayerBytes(facts, options.microbatches)
-    graphs = {stage: layers.graph(layers_of) for stage, layers_of in enumerate(ranges)}
-    if not facts.measured or options.placement.stages != len(ranges):
+    graphs = {stage: layers.graph(layers_of) for stage, layers_of in enumerate(file.ranges)}
+    if not facts.measured or options.placement.stages != len(file.ranges):
         return chrome.Plan(graphs=graphs)
-    balance = tuple(stop - first for first, stop in ranges)
-    planned = plan_job(facts, replace(options, balance=balance))
+    planned = plan_job(facts, replace(options, balance=file.balance))
     return chrome.Plan(timeline(planned.schedule, planned.costs), graphs)
 
 

@@ -64,7 +64,8 @@ class Hooks:
         warn: Warn,
         note: Callable[[str], None],
     ) -> None:
-        self._called, self._loggers = job_file.hooks_of(job, loggers), loggers
+        self._called = job_file.hooks_of(job, loggers)
+        self._closed = [(type(one).__name__, one) for one in job.callbacks] + [*loggers.items()]
         self._warn, self._note = warn, note
         self._places = PlaceFile(run_dir.hooks, tuple(self._called), resume_step)
         self._feed = RunFeed(run_dir, tuple(self._called), self._places)
@@ -82,12 +83,12 @@ class Hooks:
         return bool(found)
 
     def finish(self) -> None:
-        """Call the functions with all that is left, and close the loggers and files."""
+        """Call the functions with all that is left; close callbacks, loggers and files."""
         while self.call_new(final=True):
             pass
-        for name, logger in self._loggers.items():
-            if hasattr(logger, "close"):
-                self._attempt(f"{name}.close()", logger.close, "at the end")
+        for name, one in self._closed:
+            if hasattr(one, "close"):
+                self._attempt(f"{name}.close()", one.close, "at the end")
         self.close()
 
     def close(self) -> None:

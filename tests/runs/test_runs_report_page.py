@@ -28,8 +28,7 @@ WORKERS, MICROBATCHES = 8, 32
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """Return a run of 100,000 steps, of whose last two the actions are recorded."""
     run_dir = RunDir(tmp_path_factory.mktemp("runs") / "long")
-    for folder in (run_dir.path, run_dir.timeline):
-        folder.mkdir(exist_ok=True)
+    run_dir.path.mkdir()
     (run_dir.path / "job.py").write_text("")
     options = Options(str(run_dir.path / "job.py"), WORKERS, MICROBATCHES, recompute="never")
     run_record.write(run_dir, asdict(options), {"host": "here", "pid": 1, "started": "2026-11-26"})

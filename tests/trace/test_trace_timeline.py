@@ -16,7 +16,7 @@ from pipeworker.plan.placement import Placement
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs.trace import write_trace
 from pipeworker.trace import chrome
-from pipeworker.trace.recorder import UPDATE, Recorder, record_unfinished
+from pipeworker.trace.recorder import Recorder, record_unfinished
 from pipeworker.trace.ring import MiniBatchTimes, Ring
 from pipeworker.trace.timeline import LAST, Timeline, WorkerLife, read_timeline
 from support.timelines import BASE, lives_of, start_of, write_lives
@@ -35,13 +35,16 @@ def test_a_timeline_has_what_was_recorded(lives: list[WorkerLife], tmp_path: Pat
         assert replace(life, commands=()) == replace(wanted, commands=())
         for command, other in zip(life.commands, wanted.commands, strict=True):
             assert (command.step, command.first) == (other.step, other.first)
-            assert [span.name for span in command.spans] == [UPDATE]
+            assert command.received == pytest.approx(other.received, abs=1e-6)
+            (span,), (like,) = command.spans, other.spans
+            assert span.name == like.name
+            assert span.begin == pytest.approx(like.begin, abs=1e-6)
             assert command.memory == tuple(
                 (100 + 2 * place) << 20 for place in range(len(command.actions))
             )
-            for span, like in zip(command.actions, other.actions, strict=True):
-                assert span.action == like.action
-                assert span[1:] == pytest.approx(like[1:], abs=1e-6)
+            for action, wanted_action in zip(command.actions, other.actions, strict=True):
+                assert action.action == wanted_action.action
+                assert action[1:] == pytest.approx(wanted_action[1:], abs=1e-6)
 
 
 def test_the_life_of_a_worker_ends_with_what_it_died_in(tmp_path: Path) -> None:

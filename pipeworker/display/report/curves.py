@@ -30,7 +30,7 @@ STYLE = """\
 }
 """
 _WIDTH, _HEIGHT = 360, 170
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 350, 28, 146
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 334, 28, 146
 """The edges of the curve."""
 _Y_TICKS, _X_TICKS = 3, 3
 

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from pipeworker.errors import PipeworkerError
 from pipeworker.record import present
 from pipeworker.record.metrics.rows import Row
+from pipeworker.record.plan_file import PlanFile
 from pipeworker.record.present import Present
 from pipeworker.record.run_record import RunRecord
 from pipeworker.record.rundir import RunDir, step_of
@@ -31,10 +32,6 @@ _GAUGES = {
     "lr": ("pipeworker_learning_rate", "The learning rate of the last step."),
     "bubble": ("pipeworker_bubble_ratio", "The idle share of the last step, 0 to 1."),
     "epoch": ("pipeworker_epoch", "The epoch of the last step, from 1."),
-    "flops_per_second": (
-        "pipeworker_model_flops_per_second",
-        "Floating-point operations of the model, forward and backward, a second.",
-    ),
 }
 _COUNTERS = {
     "samples": ("pipeworker_samples", "Samples that were trained on."),
@@ -60,6 +57,12 @@ class Prometheus:
         )
         self._gauges = {k: Gauge(*named, registry=registry) for k, named in _GAUGES.items()}
         self._counters = {k: Counter(*named, registry=registry) for k, named in _COUNTERS.items()}
+        self._flops = Counter(
+            "pipeworker_model_flops",
+            "Floating-point operations of the model, forward and backward, without recomputation.",
+            registry=registry,
+        )
+        self._run_dir, self._each = record.run_dir, -1.0
         self._evaluation = Gauge(
             "pipeworker_evaluation",
             "A figure of the last evaluation.",
@@ -69,6 +72,8 @@ class Prometheus:
         self._checkpoint = Gauge(
             "pipeworker_checkpoint_step", "The step of the last checkpoint.", registry=registry
         )
+        for gauge in (*self._gauges.values(), self._checkpoint):
+            gauge.set(math.nan)  # until it is known
         registry.register(_Workers(record.run_dir))
         self._server, self._thread = start_http_server(port, registry=registry)
 
@@ -79,7 +84,17 @@ class Prometheus:
             if row.get(name) is not None:
                 gauge.set(_number(row[name]))
         for name, counter in self._counters.items():
-            counter.inc(max(0.0, _number(row.get(name))))
+            counter.inc(_number(row.get(name), 0.0))
+        self._flops.inc(self._flops_per_sample() * _number(row.get("samples"), 0.0))
+
+    def _flops_per_sample(self) -> float:
+        """Return the operations of a sample, which the plan has; 0 if it does not."""
+        if self._each < 0:  # the plan is there before the first row
+            self._each = 0.0
+            with suppress(OSError, PipeworkerError):
+                facts = PlanFile.read(self._run_dir).facts
+                self._each = facts.flops_per_sample if facts else 0.0
+        return self._each
 
     def on_evaluation(self, row: Row) -> None:
         for name, value in row.items():
@@ -142,5 +157,5 @@ class _Workers(Collector):
         return None
 
 
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, (int, float)) else math.nan
+def _number(value: object, otherwise: float = math.nan) -> float:
+    return float(value) if isinstance(value, (int, float)) else otherwise

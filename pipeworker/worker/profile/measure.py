@@ -27,7 +27,7 @@ from pipeworker.job.file import JobFile
 from pipeworker.worker.device.device import Stopwatch
 from pipeworker.worker.internals import engine
 from pipeworker.worker.profile.heap import lost_bytes
-from pipeworker.worker.profile.meters import SavedTensors, bytes_of, memory_meter
+from pipeworker.worker.profile.meters import Flops, SavedTensors, bytes_of, memory_meter
 from pipeworker.worker.profile.optimizer import UpdateFacts, measure_update
 from pipeworker.worker.stage import losses
 from pipeworker.worker.stage.layers import StageConfig, autocast
@@ -310,9 +310,9 @@ class _Measured:
         compiles = self._settings.compiler is not None
         memory = memory_meter(self._settings.device, compiles=compiles)
         memory.know([*self._tensors, *inputs, *gradients])
-        saved, before = SavedTensors(), versions(inputs)
+        saved, before, flops = SavedTensors(), versions(inputs), Flops()
         memory.restart()
-        with memory, saved.active():
+        with memory, saved.active(), nullcontext() if compiles else flops:
             self._stage.forward(mb)
         self._changes_input = versions(inputs) != before
         most = memory.peak
@@ -338,11 +338,11 @@ class _Measured:
         if self._gradients:
             memory.know(self._gradients)
             start = memory.restart()
-            with memory:
+            with memory, nullcontext() if compiles else flops:
                 self._stage.backward(self._with_gradients(mb))
             working = max(working, memory.peak - start)
         self._stage.end()
-        return dataclasses.replace(found, working_bytes=max(0, working))
+        return dataclasses.replace(found, working_bytes=max(0, working), flops=flops.count)
 
     @property
     def _wants_grad(self) -> bool:

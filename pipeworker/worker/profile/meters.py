@@ -136,6 +136,30 @@ class Operations:
         self.peak = max(self.peak, self.live)
 
 
+class Flops:
+    """Counts, inside the context, floating-point operations as torch's flop counter does.
+
+    Attributes:
+        count: operations so far.
+    """
+
+    def __init__(self) -> None:
+        self._observer = observing(self._observe)
+        self.count = 0
+
+    def __enter__(self) -> Flops:
+        self._observer.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._observer.__exit__(*error)
+
+    def _observe(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], made: Any) -> None:
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            self.count += int(formula(*args, **named, out_val=made))
+
+
 class OperationCounter(Stopwatch):
     """A stopwatch that shows operations instead of seconds."""
 
