@@ -5,18 +5,26 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import statistics
+import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeworker.plan.actions import COMPUTE, parse_actions
+from pipeworker.plan.actions import COMPUTE, RECEIVES, SENDS, edge_of, parse_actions
+from pipeworker.record.rundir import RunDir
+from pipeworker.trace.clocks import aligned
 from pipeworker.trace.recorder import EVALUATION, SAVE, UPDATE, seconds
+from pipeworker.trace.timeline import read_timeline
+from support.hosts import Host
 from support.jobs import Jobs, Run, until
+from support.ranks import Scripts, script
 from support.slow import slow
 from support.sources import JOB
+from support.torchrun import TOKEN, Torchrun
 
 EVALUATED = (
     JOB
@@ -142,3 +150,119 @@ def test_what_the_workers_of_a_running_job_do_is_shown(jobs: Jobs) -> None:
     over = jobs.pipeworker("top", str(path))
     assert over.returncode == 2
     assert "no job is running there" in over.stderr
+
+
+def test_ranks_without_an_agent_leave_what_they_did_last(jobs: Jobs, torchrun: Torchrun) -> None:
+    started = torchrun("--microbatches", "4", "--steps", "100000", source=SLEEPING)
+    pid = started.training(5)["stages"][1]["pid"]
+    assert [*started.path.glob("timeline/*.ring")]
+    os.kill(pid, signal.SIGKILL)
+    assert started.end().status == 1
+    _, rows = timelines(started.path)
+    (lost,) = [row for row in rows if row.get("lost")]
+    assert lost["times"]
+    assert lost["step"] > max(row["step"] for row in rows if "times" in row and row is not lost)
+    assert not [*started.path.glob("timeline/*.ring")]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("--schedule", name, *more), marks=() if name == "zbv" else slow, id=name)
+        for name, *more in (
+            ("gpipe", "--recompute", "always"),
+            ("1f1b",),
+            ("interleaved-1f1b",),
+            ("zb-h1",),
+            ("zbv", "--replicas", "2"),
+            ("v-half",),
+            ("v-min",),
+            ("dualpipev",),
+        )
+    ],
+)
+def test_every_schedule_has_a_report_a_page_and_a_trace(
+    jobs: Jobs, words: tuple[str, ...], users_defaults: None
+) -> None:
+    count = 16 if "--replicas" in words else 8
+    launch = ("--stages", "2", "--microbatches", str(count), "--steps", "4", "--trace", *words)
+    run = jobs.train(*launch, source=SLEEPING.replace("(48,", "(64,"))
+    path = str(run.path)
+    report = json.loads(jobs.pipeworker("report", path, "--json").stdout)
+    assert len(report["workers"]) == (4 if "--replicas" in words else 2)
+    for worker in report["workers"]:
+        parts = [worker[part] for part in ("forward", "recompute", "backward", "optimizer")]
+        assert sum([*parts, *worker["idle"].values()]) == pytest.approx(report["seconds"], rel=0.01)
+        assert worker["forward"] > 0
+        assert worker["backward"] > 0
+        assert (worker["recompute"] > 0) is ("always" in words)
+    assert report["planned"] is not None
+    page = jobs.pipeworker("report", path, "--html", "report.html")
+    assert page.returncode == 0, page.stderr
+    assert "Where it goes as planned" in (jobs.folder / "report.html").read_text()
+    traced = jobs.pipeworker("trace", path, "-o", "trace.json")
+    assert traced.returncode == 0, traced.stderr
+    events = json.loads((jobs.folder / "trace.json").read_text())["traceEvents"]
+    named = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
+    assert {"planned: worker 0", "planned: worker 1"} <= named.keys()
+    counters = {event["name"] for event in events if event["ph"] == "C"}
+    assert counters == {"live", "memory", "held for backward, as planned"}
+    assert min(e["args"]["bytes"] for e in events if e["name"] == "memory") > 1e6
+
+
+@slow
+def test_a_loop_of_the_users_has_a_report(jobs: Jobs, scripts: Scripts) -> None:
+    loop = """
+        with pipeworker.Pipeline(
+            model, loss=loss, optimizer=optimizer, microbatches=4, run_dir="run", trace=True
+        ) as pipeline:
+            for batch in data():
+                pipeline.step(batch)
+    """
+    (made, _) = scripts.start(script(JOB, loop), 2).succeed()
+    run = str(made.path)
+    report = json.loads(jobs.pipeworker("report", run, "--json").stdout)
+    assert len(report["workers"]) == 2
+    assert jobs.pipeworker("report", run, "--html", "report.html").returncode == 0
+
+
+SKEW = 1000.0
+
+
+@slow
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="unshare is not installed")
+def test_clocks_of_two_hosts_that_differ_are_aligned(
+    jobs: Jobs, torchrun: Torchrun, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second host's clocks are in a time namespace of its own, and 1,000 s ahead."""
+    monkeypatch.setenv(TOKEN, uuid.uuid4().hex)
+    words = ("--microbatches", "4", "--steps", "15", "--trace")
+    skewed = ("unshare", "--time", "--monotonic", str(int(SKEW)), "--fork")
+    both = torchrun.nodes(*words, hosts=hosts, ranks=1, source=SLEEPING, prefixes=((), skewed))
+    head, tail = (started.end(90) for started in both)
+    assert head.status == tail.status == 0, head.stderr + tail.stderr
+    read = read_timeline(RunDir(head.path))
+    first, second = read.lives
+    assert first.clock != second.clock
+    assert second.now - first.now == pytest.approx(SKEW, abs=20)
+    samples = second.samples
+    assert samples
+    assert all(-sample.offset == pytest.approx(SKEW, abs=20) for sample in samples)
+    assert min(sample.error for sample in samples) < 0.05
+    here, there = aligned(read.lives)
+    error = max(sample.error for sample in samples)
+    sent: dict[tuple[int, Any, int], float] = {}
+    for life in (here, there):
+        for command in life.commands:
+            for action, begin, _ in command.actions:
+                if action.kind in SENDS:
+                    sent[command.step, edge_of(action), action.microbatch] = begin
+    received = 0
+    for life in (here, there):
+        for command in life.commands:
+            for action, _, end in command.actions:
+                if action.kind in RECEIVES:
+                    begin = sent[command.step, edge_of(action), action.microbatch]
+                    assert begin - error <= (end or begin)
+                    received += 1
+    assert received > 100

@@ -135,6 +135,10 @@ class RunDir:
         """Return the file of what the worker of this rank did and when."""
         return self.timeline / f"worker-{rank}.jsonl"
 
+    def worker_ring(self, rank: int) -> Path:
+        """Return the file of the times of what a worker without an agent does at present."""
+        return self.timeline / f"worker-{rank}.ring"
+
     def worker_log(self, rank: int) -> Path:
         """Return the file of what the worker of this rank prints."""
         return self.root / "logs" / f"worker-{rank}.log"
@@ -282,6 +286,7 @@ class RunDir:
             *logs.glob("*.log"),
             *self.events.glob("events.*"),
             *self.timeline.glob("*.jsonl"),
+            *self.timeline.glob("*.ring"),
         ]
         for path in (*files, self.root / _REQUEST, *written):
             with suppress(OSError):

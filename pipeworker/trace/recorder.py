@@ -20,6 +20,7 @@ import numpy as np
 
 from pipeworker.plan.actions import Action, format_actions
 from pipeworker.record.metrics.rows import Row, Rows
+from pipeworker.record.rundir import RunDir
 from pipeworker.trace.ring import MiniBatchTimes, Ring
 
 UPDATE, SNAPSHOT, SAVE, EVALUATION = "update", "snapshot", "save", "evaluation"
@@ -98,6 +99,19 @@ def record_unfinished(ring: Ring) -> None:
             rows.add(row_of(times) | {"lost": True})
         finally:
             rows.close()
+
+
+def collect_rings(run_dir: RunDir) -> None:
+    """Record what workers without an agent have not finished, and remove the files of their rings.
+
+    Their job has ended.
+    """
+    for path in run_dir.timeline.glob("worker-*.ring"):
+        with suppress(OSError):
+            ring = Ring.in_file(path)
+            record_unfinished(ring)
+            ring.close()
+            path.unlink()
 
 
 @dataclass(slots=True)

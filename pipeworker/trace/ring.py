@@ -1,6 +1,7 @@
 """When each action of a mini-batch began and ended, in memory that outlives the worker.
 
-The worker writes two numbers an action. Its host's agent reads them if the worker dies.
+The worker writes two numbers an action. If it dies, its host's agent reads them; of a worker that
+has none, as under torchrun, they are in a file of the run, which the coordinator reads.
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 import mmap
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from struct import Struct
+
+from pipeworker.record.atomic_file import no_link
 
 CAPACITY = 1 << 18
 """The number of actions for which a ring has memory; pages that are not written take none."""
@@ -38,13 +42,31 @@ class MiniBatchTimes:
 
 
 class Ring:
-    """The times of the mini-batch that a worker runs, in a shared mapping that survives a fork."""
+    """The times of the mini-batch that a worker runs, in a shared mapping that survives a fork.
 
-    def __init__(self) -> None:
+    Args:
+        file: a descriptor of the file to map; -1 for memory alone.
+    """
+
+    def __init__(self, file: int = -1) -> None:
         size = _HEADER.size + _PATH.size
-        self._memory = mmap.mmap(-1, size + 16 * CAPACITY)
+        self._memory = mmap.mmap(file, size + 16 * CAPACITY)
         self._all = memoryview(self._memory)
         self._times = self._all[size:].cast("d")
+
+    @staticmethod
+    def in_file(path: Path) -> Ring:
+        """Return the ring in a file, which is made if there is none; most of it takes no space.
+
+        Raises:
+            OSError: the file cannot be opened, or not be mapped.
+        """
+        file = no_link(path, os.O_RDWR | os.O_CREAT)
+        try:
+            os.ftruncate(file, _HEADER.size + _PATH.size + 16 * CAPACITY)
+            return Ring(file)
+        finally:
+            os.close(file)
 
     @property
     def path(self) -> str:

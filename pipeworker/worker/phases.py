@@ -18,7 +18,8 @@ from pipeworker.job.signatures import takes_steps
 from pipeworker.plan.actions import Action, Edge, parse_actions
 from pipeworker.record.rundir import located
 from pipeworker.record.stage_state import check_savable
-from pipeworker.trace.recorder import Recorder, start_row
+from pipeworker.trace.recorder import Recorder, record_unfinished, start_row
+from pipeworker.trace.ring import Ring
 from pipeworker.wire.keys import derive_secret
 from pipeworker.wire.messages.plan import Described, Plan, Source
 from pipeworker.worker.blame import user_code
@@ -126,11 +127,31 @@ def _hooks(loaded: LoadedWorker) -> tuple[str, ...]:
     return HOOKS if options.loggers else tuple(hooks_of(loaded.job))
 
 
+def _ring(loaded: LoadedWorker) -> Ring:
+    """Return the ring of a worker, which others record if the worker cannot.
+
+    Without an agent it is in a file, where an earlier worker may have left something.
+    """
+    ring, run_dir, rank = loaded.settings.ring, loaded.run_dir, loaded.role.rank
+    path = located(run_dir.worker_timeline(rank))
+    if ring is None:
+        try:
+            run_dir.timeline.mkdir(exist_ok=True)
+            ring = Ring.in_file(run_dir.worker_ring(rank))
+        except OSError as error:
+            streams.note(f"what this worker does last is lost if it is killed: {error}")
+            ring = Ring()
+        ring.path = path
+        record_unfinished(ring)
+        ring.end()
+    ring.path = path
+    return ring
+
+
 def _recorder(loaded: LoadedWorker) -> Recorder:
-    """Return the recorder of a worker, whose host records what the worker itself cannot."""
+    """Return the recorder of a worker."""
     role, settings = loaded.role, loaded.settings
     path = loaded.run_dir.worker_timeline(role.rank)
-    settings.ring.path = located(path)
     # No two attempts have the same: torchrun's may have a token in common, but not the step.
     secret = derive_secret(settings.token, b"timeline").hex()[:8]
     attempt = f"{secret}-{role.options.resume_step}"
@@ -197,7 +218,7 @@ class ConnectedWorker(PlannedWorker):
             accelerator=accelerator,
             announce=loaded.announce,
         )
-        executor = Executor(wiring, role.placement, feed, loaded.settings.ring)
+        executor = Executor(wiring, role.placement, feed, _ring(loaded))
         evaluation = parse_actions(plan.evaluation)
         recorder = _recorder(loaded)
         return ConnectedWorker(loaded, stages, state, wiring, executor, evaluation, recorder)

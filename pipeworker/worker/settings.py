@@ -26,6 +26,7 @@ class Settings:
         endpoint: address of the coordinator.
         token: secret of the job.
         local_rank: index of the worker's accelerator on this host.
+        ring: has the times of what the worker does; None without an agent that would read it.
         to_log: whether output goes to the worker's log in the run directory.
         memories: the snapshot memories of all workers of this host, by rank; empty if they would
             not outlive the worker.
@@ -44,7 +45,7 @@ class Settings:
     local_rank: int
     generation: int = 1
     tracker: Tracker = field(default_factory=Tracker)
-    ring: Ring = field(default_factory=Ring)
+    ring: Ring | None = None
     to_log: bool = True
     memories: Mapping[int, Sequence[SnapshotMemory]] = field(default_factory=dict)
     mirrors: tuple[int, ...] = ()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,14 +107,16 @@ class Jobs:
         namespace: str = "",
         terminal: int | None = None,
         stdin: int = subprocess.DEVNULL,
+        prefix: Sequence[str] = (),
     ) -> Process:
         """Start an interpreter with these words.
 
         Args:
             namespace: of the network.
+            prefix: words of a command that starts a cold interpreter, such as ``unshare --fork``.
             terminal: to be its controlling terminal and all its streams.
         """
-        line = [sys.executable, *words]
+        line = [*prefix, sys.executable, *words]
         streams: dict[str, Any] = {
             "stdin": stdin,
             "stdout": subprocess.PIPE,

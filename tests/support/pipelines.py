@@ -27,6 +27,7 @@ from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import OFFLOAD, with_fetches
 from pipeworker.plan.schedule import Pairs, Schedule, edges, replica_edges
 from pipeworker.plan.skips import between_stages, pairs
+from pipeworker.trace.ring import Ring
 from pipeworker.wire.messages.plan import StageRange
 from pipeworker.wire.messages.step import RunStep, Update
 from pipeworker.worker.data.reader import MicroBatches, Reader
@@ -214,7 +215,7 @@ class Pipeline:
         self.wirings.append(wiring)
         last = placement.stages - 1 in indices
         feed = BatchFeed(tracker, wiring.scatter, source, moves_targets=last, accelerator=device)
-        self.executors.append(Executor(wiring, placement, feed))
+        self.executors.append(Executor(wiring, placement, feed, Ring()))
 
     def _copies(self, rank: int) -> Copies:
         return StreamCopies(self._devices[rank], least=1) if self._devices else LateCopies()

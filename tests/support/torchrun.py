@@ -63,24 +63,30 @@ class Torchrun(ExitStack):
         cold: bool = False,
         job: str = "job.py",
         env: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
     ) -> Started:
-        """Start ``torchrun OPTIONS -m pipeworker job.py WORDS``.
+        """Start ``PREFIX torchrun OPTIONS -m pipeworker job.py WORDS``.
 
-        With `cold`, ranks are separate interpreters, and torchrun's children.
+        With `cold`, ranks are separate interpreters, and torchrun's children; so they are with a
+        prefix, and torchrun too.
         """
         job_file = self._jobs.write(source, job)
         path = self._jobs.folder / run_dir
         line = [*TORCHRUN, *options, "--nproc-per-node", str(ranks), "-m", "pipeworker"]
         line += [str(job_file), "--run-dir", str(path), *words]
-        env = {**os.environ, **({COLD_RANKS: "1"} if cold else {}), **(env or {})}
+        env = {**os.environ, **({COLD_RANKS: "1"} if cold or prefix else {}), **(env or {})}
         namespace = host.name if host else ""
-        return Started(self._jobs.python(*line, env=env, namespace=namespace), path)
+        process = self._jobs.python(
+            *line, env=env, namespace=namespace, prefix=prefix, cold=bool(prefix)
+        )
+        return Started(process, path)
 
     def nodes(
         self,
         *words: str,
         hosts: Sequence[Host] = (),
         envs: Sequence[Mapping[str, str]] = ({}, {}),
+        prefixes: Sequence[Sequence[str]] = ((), ()),
         **options: Any,
     ) -> list[Started]:
         """Start two nodes of a job, with a static rendezvous at the first one's address."""
@@ -92,6 +98,7 @@ class Torchrun(ExitStack):
                 options=(*ports, "--node-rank", str(index)),
                 host=hosts[index] if hosts else None,
                 env=envs[index],
+                prefix=prefixes[index],
                 **options,
             )
             for index in range(2)

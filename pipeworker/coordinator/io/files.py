@@ -28,6 +28,7 @@ from pipeworker.record.metrics.formats import ExtraFormats
 from pipeworker.record.metrics.rows import Rows
 from pipeworker.record.run_record import write_summary
 from pipeworker.record.rundir import RunDir, located
+from pipeworker.trace.recorder import collect_rings
 from pipeworker.wire.lines import Verdict, Warned
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -77,6 +78,7 @@ class RunFiles:
         """Close the files of rows, and what is written beside them."""
         with suppress(OSError):
             self.run_dir.now.unlink()
+        collect_rings(self.run_dir)
         for file in self._rows.values():
             file.close()
         if self._extras:

@@ -177,14 +177,14 @@ class Executor:
         wiring: Wiring,
         placement: Placement,
         feed: BatchFeed,
-        ring: Ring | None = None,
+        ring: Ring,
     ) -> None:
         stage = next(iter(wiring.stages.values())).stage
         self._wiring, self._replicas = wiring, placement.replicas
         self._last = wiring.stages.get(placement.stages - 1)
         self._behind = lags(placement)
         self._tracker = stage.tracker
-        self._ring, self._device = ring or Ring(), stage.device
+        self._ring, self._device = ring, stage.device
         watch = stopwatch_for(stage.device)
         self._stopwatch = watch if isinstance(watch, EventStopwatch) else None
         self._program = Program()
