@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 _PEAKS: dict[str, tuple[float, float]] = {
     "H200": (67e12, 989e12),
     "H100 PCIe": (51e12, 756e12),
@@ -14,7 +16,7 @@ _PEAKS: dict[str, tuple[float, float]] = {
     "V100": (15.7e12, 125e12),
     "T4": (8.1e12, 65e12),
 }
-"""By a part of a device's name, operations a second in fp32 and in 16 bits; longer names first."""
+"""By words of a device's name, operations a second in fp32 and in 16 bits; longer names first."""
 
 
 def peak_flops(device: str, precision: str) -> float | None:
@@ -25,6 +27,6 @@ def peak_flops(device: str, precision: str) -> float | None:
         precision: of the layers: ``fp32``, ``bf16`` or ``fp16``.
     """
     for name, (single, half) in _PEAKS.items():
-        if name in device:
+        if re.search(rf"\b{name}\b", device):
             return single if precision == "fp32" else half
     return None

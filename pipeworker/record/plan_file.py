@@ -22,7 +22,7 @@ class _Stage(msgspec.Struct):
 
 
 class _Content(msgspec.Struct):
-    stages: list[_Stage]
+    stages: list[_Stage] = []
     facts: NetworkFacts | None = None
 
 
@@ -31,7 +31,7 @@ class PlanFile:
     """What a run was planned to be.
 
     Attributes:
-        ranges: the layers of each stage, half-open.
+        ranges: the layers of each stage, half-open; empty if only the facts were asked for.
         facts: from which it was planned; None if it was divided without any.
     """
 

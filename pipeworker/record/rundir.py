@@ -139,6 +139,10 @@ class RunDir:
         """Return the file of the times of what a worker without an agent does at present."""
         return self.timeline / f"worker-{rank}.ring"
 
+    def worker_rings(self) -> list[Path]:
+        """Return all such files."""
+        return [*self.timeline.glob("worker-*.ring")]
+
     def worker_log(self, rank: int) -> Path:
         """Return the file of what the worker of this rank prints."""
         return self.root / "logs" / f"worker-{rank}.log"

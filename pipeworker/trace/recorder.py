@@ -20,7 +20,6 @@ import numpy as np
 
 from pipeworker.plan.actions import Action, format_actions
 from pipeworker.record.metrics.rows import Row, Rows
-from pipeworker.record.rundir import RunDir
 from pipeworker.trace.ring import MiniBatchTimes, Ring
 
 UPDATE, SNAPSHOT, SAVE, EVALUATION = "update", "snapshot", "save", "evaluation"
@@ -101,17 +100,16 @@ def record_unfinished(ring: Ring) -> None:
             rows.close()
 
 
-def collect_rings(run_dir: RunDir) -> None:
-    """Record what workers without an agent have not finished, and remove the files of their rings.
+def record_unfinished_in(path: Path) -> None:
+    """Record what a worker without an agent has not finished, and remove the file of its ring.
 
-    Their job has ended.
+    Its job has ended.
     """
-    for path in run_dir.timeline.glob("worker-*.ring"):
-        with suppress(OSError):
-            ring = Ring.in_file(path)
-            record_unfinished(ring)
-            ring.close()
-            path.unlink()
+    with suppress(OSError):
+        ring = Ring.in_file(path)
+        record_unfinished(ring)
+        ring.close()
+        path.unlink()
 
 
 @dataclass(slots=True)

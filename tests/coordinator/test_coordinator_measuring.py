@@ -87,6 +87,7 @@ def test_unlike_layers_are_measured_once_by_as_many_workers_as_there_are() -> No
         handling=100e-6,
         maps_frames=True,
         updates_at_once=False,
+        device="a processor",
     )
     assert found.fresh.keys() == {one.digest for one in OUTLINE.kinds}
     assert found.summary(0.314) == "measured 3 unlike layers of 6 in 0.31 s"

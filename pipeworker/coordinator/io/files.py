@@ -28,7 +28,6 @@ from pipeworker.record.metrics.formats import ExtraFormats
 from pipeworker.record.metrics.rows import Rows
 from pipeworker.record.run_record import write_summary
 from pipeworker.record.rundir import RunDir, located
-from pipeworker.trace.recorder import collect_rings
 from pipeworker.wire.lines import Verdict, Warned
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -78,7 +77,12 @@ class RunFiles:
         """Close the files of rows, and what is written beside them."""
         with suppress(OSError):
             self.run_dir.now.unlink()
-        collect_rings(self.run_dir)
+        if rings := self.run_dir.worker_rings():
+            # It imports numpy, which takes longer than a coordinator's start.
+            from pipeworker.trace.recorder import record_unfinished_in
+
+            for ring in rings:
+                record_unfinished_in(ring)
         for file in self._rows.values():
             file.close()
         if self._extras:

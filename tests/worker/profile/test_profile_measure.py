@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import pipeworker
 from pipeworker.facts.layer_facts import LayerFacts
@@ -89,6 +90,18 @@ def test_what_layers_keep_adds_up_to_what_they_keep_together() -> None:
     assert whole.saved_bytes == sum(one.saved_bytes for one in found) + sum(between)
     assert whole.saved_output_bytes == found[-1].saved_output_bytes > 0
     assert whole.saved_input_bytes == found[0].saved_input_bytes > 0
+
+
+def test_operations_are_those_of_torchs_own_counter() -> None:
+    layer = nn.Sequential(nn.Conv1d(3, 8, 5), nn.GELU(), nn.Flatten(), nn.Linear(8 * 12, 7))
+    value = torch.randn(4, 3, 16, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        layer(value).sum().backward()
+    assert measured(layer, value.detach()).flops == counter.get_total_flops() > 0
+    alone = nn.Linear(100, 50)
+    assert measured(alone, torch.randn(20, 100), (False,)).flops == 2 * 2 * 20 * 100 * 50
+    assert measured(alone, torch.randn(20, 100)).flops == 3 * 2 * 20 * 100 * 50
+    assert measured(nn.GELU(), torch.randn(5, 5)).flops == 0
 
 
 def test_frozen_layers_have_no_gradient() -> None:
