@@ -135,6 +135,10 @@ class RunDir:
         """Return the file of what the worker of this rank did and when."""
         return self.timeline / f"worker-{rank}.jsonl"
 
+    def memory_snapshot(self, rank: int) -> Path:
+        """Return the file of what a device's allocator held when a worker found no memory."""
+        return self.root / "logs" / f"memory-worker-{rank}.pickle"
+
     def worker_ring(self, rank: int) -> Path:
         """Return the file of the times of what a worker without an agent does at present."""
         return self.timeline / f"worker-{rank}.ring"

@@ -166,7 +166,7 @@ def failure_of(
             cause, message, status = Cause.EXIT, _shorten(error.text()), error.status
         case UserCodeError():
             cause = Cause.USAGE if error.early else Cause.USER
-            advice = use_less if _is_out_of_memory(error.error) else ""
+            advice = use_less if is_out_of_memory(error) else ""
             if isinstance(error.error, (RuntimeError, ValueError)):
                 reason = str(error.error)
                 advice = next((_ADVICE[part] for part in _ADVICE if part in reason), advice)
@@ -179,7 +179,7 @@ def failure_of(
             pass
         case KeyboardInterrupt():
             message, shown = "KeyboardInterrupt", user_traceback(error)
-        case _ if _is_out_of_memory(error):
+        case _ if is_out_of_memory(error):
             message = f"{text(error)}{use_less}"
         case _ if _is_out_of_threads(error):
             message = text(error)
@@ -195,7 +195,10 @@ def failure_of(
     return Failure(cause, message, rank, position, layer_class, shown, stage, status, lacks)
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether there was no memory, on the device or the host."""
+    if isinstance(error, UserCodeError):
+        error = error.error
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and _CPU_MEMORY in str(error)
     )

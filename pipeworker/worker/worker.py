@@ -17,6 +17,7 @@ from pipeworker.environment import versions
 from pipeworker.errors import PipeworkerError, ProtocolError
 from pipeworker.facts.failure import Failure
 from pipeworker.facts.position import Phase
+from pipeworker.host import streams
 from pipeworker.job.options import Options
 from pipeworker.plan.actions import parse_actions
 from pipeworker.trace.recorder import EVALUATION, SAVE, SNAPSHOT, UPDATE
@@ -35,12 +36,12 @@ from pipeworker.wire.messages.step import (
     Wait,
 )
 from pipeworker.worker import torch_check
-from pipeworker.worker.blame import failure_of
+from pipeworker.worker.blame import failure_of, is_out_of_memory
 from pipeworker.worker.control import Control
 from pipeworker.worker.data.reader import MicroBatches
 from pipeworker.worker.data.remote_reader import ReadFailed
 from pipeworker.worker.data.splitting import concatenate_outputs
-from pipeworker.worker.device.device import peak_memory, unit_of
+from pipeworker.worker.device.device import peak_memory, unit_of, write_allocator_snapshot
 from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.local_stages import build_stages
 from pipeworker.worker.measuring import measure
@@ -130,11 +131,24 @@ class Worker:
                 kind, name = stage.class_of(position.layer), f"stage {stage.index}"
                 if isinstance(phase, ConnectedWorker):
                     memory = phase.executor.planned_memory(stage.index)
+        if phase and is_out_of_memory(error):
+            memory = "; ".join(filter(None, (memory, self._allocator_snapshot())))
         transient = self.loaded.job.transient if phase else ()
         rank = self._settings.rank
         if isinstance(error, ReadFailed):
             return replace(error.failure, rank=rank, position=position, stage=name)
         return failure_of(error, rank, position, kind, name, memory, transient)
+
+    def _allocator_snapshot(self) -> str:
+        """Write what the device's allocator holds; say where, or "" on the CPU."""
+        path = self.loaded.run_dir.memory_snapshot(self._settings.rank)
+        try:
+            written = write_allocator_snapshot(self.loaded.device, path)
+        except (OSError, RuntimeError) as error:
+            streams.note(f"no snapshot of the allocator: {error}")
+            return ""
+        where = f"{path.parent.name}/{path.name}"
+        return f"{where} has what the allocator held (pytorch.org/memory_viz)" if written else ""
 
     def _welcome(self, welcome: Welcome) -> Described:
         options = Options.from_json(welcome.options)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -102,6 +104,20 @@ class MemoryGauge:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def write_allocator_snapshot(device: torch.device, path: Path) -> bool:
+    """Write what a device's allocator holds, and whether it can; torch's memory_viz shows the file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    memory = getattr(torch.get_device_module(device.type), "memory", None)
+    snapshot = getattr(memory, "_snapshot", None)
+    if snapshot is None:
+        return False
+    path.write_bytes(pickle.dumps(snapshot()))
+    return True
 
 
 def peak_resident() -> int:

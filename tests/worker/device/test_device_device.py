@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,15 +15,20 @@ import torch
 from pipeworker.errors import UsageError
 from pipeworker.worker.device.device import (
     EventStopwatch,
+    MemoryGauge,
     Stopwatch,
     accelerator_type,
     device_for,
     peak_memory,
+    peak_resident,
     stopwatch_for,
     to_device,
     unit_of,
+    used_memory,
+    write_allocator_snapshot,
 )
 
+CPU = torch.device("cpu")
 Sees = Callable[..., list[int]]
 """Makes torch see accelerators; returns the list of those that become the current one."""
 
@@ -183,3 +190,26 @@ def test_on_the_host() -> None:
 
 def test_the_cpu_is_measured_by_the_host() -> None:
     assert type(stopwatch_for(torch.device("cpu"))) is Stopwatch
+
+
+def test_a_snapshot_is_what_the_devices_allocator_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "memory.pickle"
+    assert not write_allocator_snapshot(CPU, path)
+    assert not path.exists()
+    held = {"segments": [{"total_size": 1 << 20}]}
+    module = SimpleNamespace(memory=SimpleNamespace(_snapshot=lambda: held))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    assert write_allocator_snapshot(torch.device("cuda"), path)
+    assert pickle.loads(path.read_bytes()) == held
+    with pytest.raises(OSError, match="No such file"):
+        write_allocator_snapshot(torch.device("cuda"), tmp_path / "nowhere" / "memory.pickle")
+
+
+def test_the_memory_of_a_process_grows_with_what_it_allocates() -> None:
+    with MemoryGauge(CPU) as gauge:
+        before = gauge()
+        held = torch.ones(8 << 20)
+        assert held.nbytes * 0.9 < gauge() - before < held.nbytes * 1.5
+    assert abs(used_memory(CPU) - peak_resident()) < 1 << 30
