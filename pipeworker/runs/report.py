@@ -157,9 +157,18 @@ def of_run(run_dir: RunDir, record: RunRecord, lives: Sequence[WorkerLife]) -> R
 
 
 def _warm(recorded: list[MiniBatch]) -> list[MiniBatch]:
-    """Return all mini-batches but the first of each generation, which makes memory; all if few."""
+    """Return all mini-batches but the first of each generation, which makes memory; all if few.
+
+    Those of workers that held other stages than the last ones, before a job shrank, are left out.
+    """
+    recorded = [one for one in recorded if _held(one) == _held(recorded[-1])]
     first = {one.lives[0].generation: one for one in reversed(recorded)}
     return [one for one in recorded if one is not first[one.lives[0].generation]] or recorded
+
+
+def _held(one: MiniBatch) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Return which worker of which replica holds which stages."""
+    return [(life.rank, life.replica, life.stages) for life in one.lives]
 
 
 def planned_from(run_dir: RunDir) -> PlanFile:

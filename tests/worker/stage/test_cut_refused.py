@@ -281,6 +281,7 @@ class Stateful(nn.Module):
         self.shared, self.steps, self.heard = Shared(), 0, 1.0
         self.l = nn.ModuleList(Scaled(self.shared) for _ in range(3))
         self.apart = nn.ModuleList(Scaled(Shared()) for _ in range(3))
+        self.adding = nn.ModuleList(Adding() for _ in range(2))
         self.head = nn.Linear(WIDTH, WIDTH)
         self.way = way
 
@@ -342,6 +343,32 @@ def set_by_another_for_the_next(m: Any, x: torch.Tensor) -> Any:
     return out
 
 
+class Adding(nn.Module):
+    """A unit that adds its last output to its next one, and can be reset."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bias = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH))
+        self.calls, self.noted = 0, 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        return self.linear(x) * self.calls + self.bias
+
+
+def reset_first(m: Any, x: torch.Tensor) -> Any:
+    for one in m.adding:
+        one.calls = 0
+    return m.adding[1](m.adding[0](x))
+
+
+def set_from_the_second_on(m: Any, x: torch.Tensor) -> Any:
+    if m.steps:
+        m.apart[0].factor = 0.5
+    m.steps += 1
+    return m.apart[1](m.apart[0](x))
+
+
 @pytest.mark.parametrize(
     ("way", "message"),
     [
@@ -359,6 +386,8 @@ def set_by_another_for_the_next(m: Any, x: torch.Tensor) -> Any:
         (set_on_a_unit, "sets 'factor' of apart.1"),
         (switched, "sets 'shared' of apart.1"),
         (told_by_another, "sets 'shared' of l.1"),
+        (reset_first, "layer 0 .*sets 'calls' of adding.0 for the next forward"),
+        (set_from_the_second_on, "sets 'factor' of apart.0 for the next forward"),
         (set_for_the_next, "layer 0 .*sets 'factor' of apart.0 for the next forward"),
         (set_by_another_for_the_next, "sets 'shared' of l.0 for the next forward"),
     ],
@@ -394,6 +423,27 @@ def test_a_function_within_a_unit_is_no_reason_to_refuse() -> None:
     module.squared = Squared()
     plan = plan_of(module, NO_TYPES, torch.randn(4, WIDTH))
     assert plan.units == ["l.0", "squared", "l.1"]
+
+
+class Noting(nn.Module):
+    """A unit that calls another unit, and notes something on it."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.bias = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH))
+        self.other: Any = [other]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = self.linear(self.other[0](x)) + self.bias
+        self.other[0].noted += 1
+        return out
+
+
+def test_what_is_noted_on_a_unit_is_no_reason_to_refuse() -> None:
+    module = Stateful(lambda m, x: m.noting(m.head(x) + m.adding[0](x)))
+    module.noting = Noting(module.adding[0])
+    plan = plan_of(module, NO_TYPES, torch.randn(4, WIDTH))
+    assert plan.units == ["head", "adding.0", "noting"]
 
 
 def test_state_that_changes_no_number_is_no_reason_to_refuse() -> None:

@@ -4,8 +4,8 @@ Each process has objects of its own for a module's units, and its own copy of th
 them. So a unit must not depend on an attribute, or on an object that it holds, which the module's
 forward or another unit sets while the forward runs. When something has changed that way before a
 unit is called, the unit runs once more, on a copy that did not see the change, and both runs have
-to be the same: a cache of positions passes, a flag or a factor does not. What has changed when the
-forward ends would be seen by the units in the next one, so those units run once more as well.
+to be the same: a cache of positions passes, a flag or a factor does not. A second run of the forward
+checks so what has changed since the unit's own last call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeworker.errors import UsageError
 from pipeworker.worker.internals import pytree, version_of
+from pipeworker.worker.stage.cut.containers import held_by, restore
+from pipeworker.worker.stage.cut.inner_hooks import hooked_in
+from pipeworker.worker.stage.cut.shapes import HollowUnit
 from pipeworker.worker.stage.cut.trace import Call, Recording
 from pipeworker.worker.transport.structure import PLAIN_TYPES
 
@@ -64,14 +68,42 @@ class Isolation:
         Raises:
             Exception: whatever its forward raises.
         """
-        args, kwargs = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
         unit = self._fresh(name)
         for _ in range(self._after[name][1] if again else 0):
-            unit(*pytree.tree_map(lambda leaf: leaf, args), **kwargs)
+            given, named = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
+            unit(*given, **named)
+        args, kwargs = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
         recording = Recording()
         with recording:
             unit(*args, **kwargs)
         return recording.trace.calls
+
+    def check_again(self, name: str, unit: HollowUnit, layer: int, args: Any, kwargs: Any) -> None:
+        """Reject that others have changed a unit since its last call so that its next one differs.
+
+        Raises:
+            UsageError: it is so.
+        """
+        changed = self.changed_since(name, unit.unit)
+        if changed is None:
+            return
+        held, recording = held_by(args, kwargs), Recording()
+        try:
+            expected = self.calls_of_fresh(name, args, kwargs, again=True)
+            restore(held)
+            with recording:
+                unit.call(args, kwargs, held, hooked_in(unit.unit))
+            same = recording.trace.calls == expected
+        except Exception:  # of the unit: what it needs is set by others
+            same = False
+        restore(held)
+        if not same:
+            raise UsageError(
+                f"layer {layer} ({name}): the model's forward or another layer sets {changed!r} of "
+                f"{name} for the next forward, and {name} has an object of its own on each stage; "
+                "pass the value as an argument, or cut the model by hand, as a list of layers"
+            )
+        self.note_call(name, unit.unit)
 
 
 def _changed(before: _Held, now: _Held) -> str | None:

@@ -136,7 +136,7 @@ def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
         UserCodeError: its forward raised.
     """
     cpu = torch.device("cpu")
-    copied, fresh = _hollow(module, cpu), _hollow(module, cpu)
+    copied, fresh, untouched = (_hollow(module, cpu) for _ in range(3))
     planning = Planning(types, _names_of(copied))
     units = _intercept(copied, lambda name, *args, **kwargs: planning.call(name, args, kwargs))
     itself = Isolation({"": module}, lambda _: module)
@@ -144,7 +144,7 @@ def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
     outside = [(n, b, version_of(b)) for n, b in copied.named_buffers() if id(b) not in inside]
     isolation = Isolation(
         {name: one.unit for name, one in units.items()},
-        lambda name: hollow(fresh.get_submodule(name), cpu),
+        lambda name: hollow(untouched.get_submodule(name), cpu),
     )
     with torch.enable_grad():
         plan = planning.run(copied, units, isolation, _copy(batch))
@@ -167,12 +167,15 @@ def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
             f"model(): a hook or another function holds the module, and sets {changed!r} of it; a "
             "pipeline runs copies of the module: have the function use the module that it is given"
         )
-    for one, own, left_by, when in (
-        (fresh, _intercept(fresh, id), "a unit", "where the unit ran on another stage,"),
-        (copied, units, "an earlier forward", "in a second run"),
+    elsewhere = ("a unit", "where the unit ran on another stage,")
+    again = ("an earlier forward", "in a second run")
+    calls, described = planning.trace.calls, planning.described
+    for one, own, cause, before in (
+        (fresh, _intercept(fresh, id), elsewhere, None),
+        (copied, units, again, isolation),
     ):
-        cause, calls = (left_by, when), planning.trace.calls
-        rehearsal = Rehearsal(plan, types, _names_of(one), calls, planning.described, cause)
+        names = _names_of(one)
+        rehearsal = Rehearsal(plan, types, names, calls, described, cause, own, before)
         for name, unit in own.items():
             unit.redirect(partial(_rehearsed, rehearsal, name))
         rehearsal.rehearse(one, _copy(batch))

@@ -77,7 +77,6 @@ class Planning:
         self._storages: dict[int, set[Number]] = {}
         self._changes: list[tuple[int, int, str]] = []
         self._inside = False
-        self._last_calls: dict[str, tuple[Any, Any]] = {}
 
     def run(
         self, module: nn.Module, units: Mapping[str, HollowUnit], isolation: Isolation, batch: Any
@@ -141,7 +140,6 @@ class Planning:
             for name, layers in self._named.items()
         }
         self._check_views()
-        self._check_next()
         return plan
 
     def _here(self) -> tuple[int, str]:
@@ -343,29 +341,21 @@ class Planning:
         else:
             made = self._called_alike(name, args, kwargs, held, changed)
         self._isolation.note_call(name, unit.unit)
-        self._last_calls[name] = args, kwargs
         return made
 
     def _called_alike(
-        self, name: str, args: Any, kwargs: Any, held: Held, changed: str, *, again: bool = False
+        self, name: str, args: Any, kwargs: Any, held: Held, changed: str
     ) -> tuple[Any, Heard]:
         """Call a unit that others have changed; reject that its call differs because of it."""
         unit, hooked = self._units[name], hooked_in(self._units[name].unit)
         try:
-            expected: Any = self._isolation.calls_of_fresh(name, args, kwargs, again=again)
+            expected: Any = self._isolation.calls_of_fresh(name, args, kwargs)
         except Exception as error:
             expected = error  # what the unit needs is set by others
         restore(held)
         recording = Recording()
         with recording:
             made = unit.call(args, kwargs, held, hooked)
-        if recording.trace.calls != expected and again:
-            raise UsageError(
-                f"layer {self.plan.units.index(name)} ({name}): the model's forward or another "
-                f"layer sets {changed!r} of {name} for the next forward, and {name} has an object "
-                "of its own on each stage; pass the value as an argument, or cut the model by "
-                "hand, as a list of layers"
-            )
         if recording.trace.calls != expected:
             raise refused(
                 self._at,
@@ -375,11 +365,3 @@ class Planning:
                 "pass the value as an argument",
             )
         return made
-
-    def _check_next(self) -> None:
-        """Reject that the forward changes units so that they compute something else in the next."""
-        for name, (args, kwargs) in self._last_calls.items():
-            changed = self._isolation.changed_since(name, self._units[name].unit)
-            if changed is not None:
-                held = held_by(args, kwargs)
-                self._called_alike(name, args, kwargs, held, changed, again=True)

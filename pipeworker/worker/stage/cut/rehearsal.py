@@ -8,7 +8,7 @@ silently compute other numbers than one process does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.cut.calls import leaves_of, line_of_error, name_of, reads_metadata
 from pipeworker.worker.stage.cut.forward import Forward
 from pipeworker.worker.stage.cut.guards import refused
+from pipeworker.worker.stage.cut.isolation import Isolation
 from pipeworker.worker.stage.cut.plan import CutPlan
+from pipeworker.worker.stage.cut.shapes import HollowUnit
 from pipeworker.worker.stage.cut.trace import Call, Trace
 from pipeworker.worker.transport.structure import TypeRegistry
 
@@ -36,6 +38,8 @@ class Rehearsal(Forward):
         calls: the calls of the earlier run.
         described: by layer, descriptions of what its unit returned.
         cause: for the message, who left what differs, and when that is so.
+        units: the units of the module by name.
+        isolation: of the earlier run of the same module; None if this is another copy of it.
     """
 
     def __init__(
@@ -46,6 +50,8 @@ class Rehearsal(Forward):
         calls: Sequence[Call],
         described: Sequence[tuple[Any, ...]],
         cause: tuple[str, str],
+        units: Mapping[str, HollowUnit],
+        isolation: Isolation | None = None,
     ) -> None:
         def outside(layer: int, name: str) -> torch.Tensor:
             raise AssertionError(f"{name} of layer {layer}: no parameter is real in a rehearsal")
@@ -55,6 +61,7 @@ class Rehearsal(Forward):
         super().__init__(plan, types, parameters, cpu, beyond, (), (), outside, {})
         self._described = [*described]
         self._expected, self._trace, self._cause = calls, Trace(), cause
+        self._hollow, self._isolation, self._inside = units, isolation, False
 
     def rehearse(self, module: nn.Module, batch: Any) -> None:
         """Run the forward.
@@ -86,8 +93,22 @@ class Rehearsal(Forward):
             self._compare(name_of(func), leaves)
         return super().operation(func, args, kwargs)
 
+    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do the call of a unit, which ends a layer; or one within a unit that is checked."""
+        if not self._inside:
+            return super().call(name, args, kwargs)
+        with self._hollow[name].itself() as unit:
+            return unit(*args, **kwargs)
+
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._compare(name, leaves_of((args, kwargs)))
+        if self._isolation is not None:
+            self._inside = True
+            try:
+                unit = self._hollow[name]
+                self._isolation.check_again(name, unit, self._layer, args, kwargs)
+            finally:
+                self._inside = False
         return super()._call(name, args, kwargs)
 
     def _compare(self, name: str, leaves: Sequence[Any]) -> None:
