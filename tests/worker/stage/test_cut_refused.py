@@ -234,7 +234,7 @@ class Scaled(nn.Module):
     def __init__(self, shared: Any) -> None:
         super().__init__()
         self.linear, self.bias = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH))
-        self.factor, self.shared, self.calls = 1.0, shared, 0
+        self.factor, self.shared, self.calls, self.noted = 1.0, shared, 0, 0
 
     def forward(self, x: torch.Tensor) -> Any:
         self.calls += 1
@@ -349,7 +349,7 @@ class Adding(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.bias = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH))
-        self.calls, self.noted = 0, 0
+        self.calls = 0
 
     def forward(self, x: torch.Tensor) -> Any:
         self.calls += 1
@@ -440,10 +440,10 @@ class Noting(nn.Module):
 
 
 def test_what_is_noted_on_a_unit_is_no_reason_to_refuse() -> None:
-    module = Stateful(lambda m, x: m.noting(m.head(x) + m.adding[0](x)))
-    module.noting = Noting(module.adding[0])
+    module = Stateful(lambda m, x: m.noting(m.head(x) + m.apart[0](x)))
+    module.noting = Noting(module.apart[0])
     plan = plan_of(module, NO_TYPES, torch.randn(4, WIDTH))
-    assert plan.units == ["head", "adding.0", "noting"]
+    assert plan.units == ["head", "apart.0", "noting"]
 
 
 def test_state_that_changes_no_number_is_no_reason_to_refuse() -> None:

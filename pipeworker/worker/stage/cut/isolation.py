@@ -4,8 +4,8 @@ Each process has objects of its own for a module's units, and its own copy of th
 them. So a unit must not depend on an attribute, or on an object that it holds, which the module's
 forward or another unit sets while the forward runs. When something has changed that way before a
 unit is called, the unit runs once more, on a copy that did not see the change, and both runs have
-to be the same: a cache of positions passes, a flag or a factor does not. A second run of the forward
-checks so what has changed since the unit's own last call.
+to be the same: a cache of positions passes, a flag or a factor does not. In the same way a second
+run of the forward checks what has changed since the unit's own last call.
 """
 
 from __future__ import annotations
