@@ -206,7 +206,7 @@ def test_every_schedule_has_a_report_a_page_and_a_trace(
     named = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
     assert {"planned: worker 0", "planned: worker 1"} <= named.keys()
     counters = {event["name"] for event in events if event["ph"] == "C"}
-    assert counters == {"live", "memory", "held for backward, as planned"}
+    assert counters == {"live", "memory", "graphs, as planned"}
     assert min(e["args"]["bytes"] for e in events if e["name"] == "memory") > 1e6
 
 

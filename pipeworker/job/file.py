@@ -12,7 +12,7 @@ from functools import partial
 from importlib.machinery import SourceFileLoader
 from itertools import takewhile
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, MappingProxyType, ModuleType
+from types import BuiltinFunctionType, CodeType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -260,11 +260,20 @@ def notes(job: JobFile, options: Options) -> tuple[str, ...]:
     return tuple(found)
 
 
-def hooks_of(job: JobFile, others: Mapping[str, Any] = MappingProxyType({})) -> Hooked:
-    """Return what is called with each kind of record: of the job, and of others by their names."""
-    callbacks = [(type(one).__name__, one) for one in job.callbacks]
+def called_with_records(job: JobFile) -> list[tuple[str, Any]]:
+    """Return the objects whose methods are hooks, with names: the job itself, named "", is one."""
+    found: list[tuple[str, Any]] = [("", job)]
+    for one in job.callbacks:
+        name = type(one).__name__
+        count = sum(other.partition(" ")[0] == name for other, _ in found)
+        found.append((f"{name} {count + 1}" if count else name, one))
+    return found
+
+
+def hooks_of(objects: Iterable[tuple[str, Any]]) -> Hooked:
+    """Return the hooks among the methods of named objects."""
     found: Hooked = {}
-    for name, one in [("", job), *callbacks, *others.items()]:
+    for name, one in objects:
         for kind in HOOKS:
             if (function := getattr(one, kind, None)) is not None:
                 text = f"{name}.{kind}()" if name else f"{kind}()"

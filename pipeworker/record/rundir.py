@@ -292,6 +292,7 @@ class RunDir:
         logs = self.coordinator_log().parent
         written = [
             *logs.glob("*.log"),
+            *logs.glob("memory-worker-*.pickle"),
             *self.events.glob("events.*"),
             *self.timeline.glob("*.jsonl"),
             *self.timeline.glob("*.ring"),

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeworker.errors import RecordError, UnreadableFile, UsageError
+from pipeworker.errors import PipeworkerError, RecordError, UnreadableFile, UsageError
 from pipeworker.job.options import Options
 from pipeworker.job.planning import plan_job
 from pipeworker.plan.planner.memory import LayerBytes
@@ -75,18 +75,20 @@ def write_trace(path: Path, steps: str | None, asked: Path | None) -> str:
 
 
 def _plan(run_dir: RunDir, record: RunRecord) -> chrome.Plan:
-    """Return the plan of a run, with no more than ``plan.json`` has of it."""
-    file = planned_from(run_dir)
-    facts = file.facts
-    if facts is None:
+    """Return the plan of a run, as far as ``plan.json`` has one that is of use."""
+    try:
+        file, options = planned_from(run_dir), Options.of(record.options)
+        facts = file.facts
+        if facts is None or not file.ranges or file.ranges[-1][1] != len(facts.layers):
+            return chrome.Plan()
+        layers = LayerBytes(facts, options.microbatches)
+        graphs = {stage: layers.graph(held) for stage, held in enumerate(file.ranges)}
+        if not facts.measured or options.placement.stages != len(file.ranges):
+            return chrome.Plan(graphs=graphs)
+        planned = plan_job(facts, replace(options, balance=file.balance))
+        return chrome.Plan(timeline(planned.schedule, planned.costs), graphs)
+    except (PipeworkerError, ArithmeticError):  # a trace is worth as much without a plan
         return chrome.Plan()
-    options = Options.of(record.options)
-    layers = LayerBytes(facts, options.microbatches)
-    graphs = {stage: layers.graph(layers_of) for stage, layers_of in enumerate(file.ranges)}
-    if not facts.measured or options.placement.stages != len(file.ranges):
-        return chrome.Plan(graphs=graphs)
-    planned = plan_job(facts, replace(options, balance=file.balance))
-    return chrome.Plan(timeline(planned.schedule, planned.costs), graphs)
 
 
 def _json(found: Sequence[chrome.Event]) -> bytes:

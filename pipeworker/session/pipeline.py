@@ -21,7 +21,6 @@ from pipeworker.record.checkpoint import Checkpoint
 from pipeworker.record.rundir import find_checkpoint, located
 from pipeworker.session.options import NOT_OF_A_LOOP, check_options, script_request
 from pipeworker.session.process import OPEN_PIPELINES
-from pipeworker.session.script_hooks import ScriptHooks
 from pipeworker.session.session import Session
 from pipeworker.wire.lines import FromCoordinator, Warned
 from pipeworker.wire.messages.step import Call, CallKind, Evaluate, EvaluationDone, Loaded
@@ -133,7 +132,7 @@ class Pipeline:
             sample=sample,
             listen=lambda _: _print_warning,
         )
-        self._rank, self._hooks = info.rank, ScriptHooks(job, self._session)
+        self._rank = info.rank
         self._session.build()
         role = self._session.worker.loaded.role
         placement, self._steps_done, self._epoch = role.placement, role.options.resume_step, 0
@@ -209,7 +208,6 @@ class Pipeline:
             result = session.wait_for_result()
         assert isinstance(result, StepResult)
         self._steps_done = result.step
-        self._hooks.call_new()
         return result
 
     def end_epoch(self) -> None:
@@ -334,7 +332,6 @@ class Pipeline:
         At the end of a script without an exception, pipelines that are still open are closed.
         """
         self._session.finish()
-        self._hooks.call_new(final=True)
 
     def __enter__(self) -> Pipeline:
         return self
@@ -349,7 +346,6 @@ class Pipeline:
             self.close()
         else:
             self._session.fail(error)
-            self._hooks.call_new(final=True)
 
 
 def _print_warning(event: FromCoordinator) -> None:

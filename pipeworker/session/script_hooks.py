@@ -1,7 +1,6 @@
-"""What a script's job passes records to: rank 0 calls it between steps, in the script's thread.
+"""The hooks of a job that a script passes: rank 0 calls them between steps, in the script's thread.
 
-Functions and objects of the script's process are there, which no other process has; and so are the
-loggers of its options.
+They are functions and objects of the script's process, which no other process has.
 """
 
 from __future__ import annotations
@@ -10,35 +9,31 @@ import contextlib
 import sys
 
 from pipeworker.errors import PipeworkerError
-from pipeworker.job.file import JobFile, hooks_of
+from pipeworker.job.file import JobFile, called_with_records, hooks_of
 from pipeworker.session.session import Session
-from pipeworker.worker.hooks import Hooks, loggers_of
+from pipeworker.worker.hooks import Hooks
 
 
 class ScriptHooks:
     """The hooks of the job of a session's; none on other ranks than 0."""
 
     def __init__(self, job: JobFile, session: Session) -> None:
-        self._job, self._session = job, session
-        self._has_hooks = bool(hooks_of(job))
-        self._is_over = session.rank != 0
+        self._session, self._objects = session, called_with_records(job)
+        self._is_over = session.rank != 0 or not hooks_of(self._objects)
         self._hooks: Hooks | None = None
 
     def call_new(self, *, final: bool = False) -> None:
-        """Call them with what was recorded since the last call; with all that is left if `final`.
+        """Call the hooks with what was recorded since the last call; with all of it if `final`.
 
         Errors are shown as warnings.
         """
         if self._is_over or not self._session.worker.is_loaded:
             return
         loaded = self._session.worker.loaded
-        options = loaded.role.options
         try:
             if self._hooks is None:
-                if not self._has_hooks and not options.loggers:
-                    return
-                loggers, step = loggers_of(options, loaded.run_dir, _warn), options.resume_step
-                self._hooks = Hooks(loaded.run_dir, self._job, loggers, step, _warn, lambda _: None)
+                step = loaded.role.options.resume_step
+                self._hooks = Hooks(loaded.run_dir, self._objects, step, _warn, lambda _: None)
             if final:
                 self._is_over = True
                 self._hooks.finish()
@@ -47,6 +42,8 @@ class ScriptHooks:
         except (OSError, PipeworkerError) as error:
             self._is_over = True
             _warn(f"hooks: {error}; no hook is called any more", "")
+            if self._hooks is not None:
+                self._hooks.close()
 
 
 def _warn(text: str, details: str) -> None:

@@ -20,7 +20,7 @@ from pipeworker.plan.planned import Planned
 from pipeworker.plan.schedule import Schedule
 from pipeworker.plan.simulate import Costs, Timing, simulate
 from pipeworker.trace.recorder import UPDATE
-from pipeworker.trace.timeline import Command, WorkerLife
+from pipeworker.trace.timeline import LAST, Command, WorkerLife
 
 FILL_DRAIN, IMBALANCE, TRANSFER, DATA = "fill_drain", "imbalance", "transfer", "data"
 COORDINATOR, CHECKPOINT, RECOVERY, OTHER = "coordinator", "checkpoint", "recovery", "other"
@@ -143,8 +143,8 @@ def breakdown(lives: Sequence[WorkerLife], chosen: Sequence[MiniBatch]) -> Break
             time.idle[IMBALANCE] += rest
             time.idle[OTHER] += one.end - one.begin - known - fill - rest
     shown = {life.generation for one in chosen for life in one.lives}
-    for generation, begin, end in recoveries(lives):
-        if {generation - 1, generation} <= shown:
+    for pair, begin, end in recoveries(lives):
+        if {*pair} <= shown:
             total += end - begin
             for time in workers.values():
                 time.idle[RECOVERY] += end - begin
@@ -286,20 +286,21 @@ def evened(costs: Costs) -> Costs:
     return Costs(forward, backward, backward_input)
 
 
-def recoveries(lives: Sequence[WorkerLife]) -> Iterator[tuple[int, float, float]]:
-    """Yield when one generation ended and the next one began, with the number of the latter."""
+def recoveries(lives: Sequence[WorkerLife]) -> Iterator[tuple[tuple[int, int], float, float]]:
+    """Yield the numbers of two generations, the end of the one and the begin of the other."""
     ends: dict[int, float] = {}
     begins: dict[int, float] = {}
     for life in lives:
+        # Of a long life only the last commands are there, and it began long before them.
+        if life.commands:
+            begin = life.commands[0].received if len(life.commands) < LAST else life.now
+            begins[life.generation] = min(begins.get(life.generation, begin), begin)
         for command in life.commands:
             known = [command.received, command.answered or 0.0]
             known += [span.end or span.begin for span in command.actions[-1:]]
             ends[life.generation] = max(ends.get(life.generation, 0.0), *known)
-            begins[life.generation] = min(
-                begins.get(life.generation, command.received), command.received
-            )
-    for generation, following in zip(sorted(begins), sorted(begins)[1:], strict=False):
-        yield following, ends[generation], max(ends[generation], begins[following])
+    for pair in zip(sorted(begins), sorted(begins)[1:], strict=False):
+        yield pair, ends[pair[0]], max(ends[pair[0]], begins[pair[1]])
 
 
 def planned_breakdown(planned: Planned) -> Breakdown:

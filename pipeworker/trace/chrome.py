@@ -10,6 +10,7 @@ microseconds from the first moment of the trace.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,7 +96,7 @@ def _recoveries(lives: Sequence[WorkerLife], first: float, last: float) -> Itera
     found = [one for one in recoveries(lives) if first <= one[2] and one[1] <= last]
     if found:
         yield from _named(_RUN, "run", "recoveries")
-    for generation, begin, end in found:
+    for (_, generation), begin, end in found:
         name, args = "recovery", {"generation": generation}
         where = {"pid": _RUN, "tid": 1, "ph": "X", "name": name, "args": args}
         yield {**where, **_times(max(begin, first), end, first)}
@@ -112,8 +113,12 @@ def _planned(every: Sequence[Sequence[Command]], plan: Plan, zero: float) -> Ite
     for worker, spans in enumerate(plan.spans):
         pid = _PLANNED + worker
         yield from _named(pid, f"planned: worker {worker}", "as planned")
+        ends = [*sorted(begins.values())[1:], math.inf]
+        until = dict(zip(sorted(begins.values()), ends, strict=True))
         for (step, first), begin in begins.items():
             for action, start, end in spans:
+                if begin + end > until[begin]:
+                    break  # the plan is slower than the run was: slices must not overlap
                 args = {
                     "step": step,
                     "stage": action.stage,
@@ -189,9 +194,10 @@ def _slices(command: Command, pid: int, zero: float) -> Iterator[Event]:
 def _counters(
     commands: Iterable[Command], pid: int, zero: float, graphs: Mapping[int, int]
 ) -> Iterator[Event]:
-    """Yield the micro-batches between the begin of their forward and the end of their backward.
+    """Yield three counters: micro-batches, the bytes of their graphs, and the memory in use.
 
-    And bytes: those that the plan has for as many micro-batches, and those that were used.
+    A micro-batch counts from the begin of its forward to the end of its backward. A graph counts
+    from the forward, or recompute, that makes it, with the bytes that the plan has for it.
     """
 
     def counter(name: str, at: float, unit: str, value: int) -> Event:
@@ -200,18 +206,24 @@ def _counters(
 
     for command in commands:
         count = held = 0
+        again = {a[1:3] for a, _, _ in command.actions if a.kind is Kind.RECOMPUTE}
         for action, begin, end in command.actions:
-            change = 0
+            change, graph = 0, graphs.get(action.stage, 0)
             if action.kind is Kind.FORWARD:
                 change, at = 1, begin
+                held += 0 if action[1:3] in again else graph
+            elif action.kind is Kind.RECOMPUTE:
+                at = begin
+                held += graph
             elif action.kind in WEIGHTS and end is not None:
                 change, at = -1, end
-            if change:
-                count += change
-                held += change * graphs.get(action.stage, 0)
-                yield counter("live", at, "micro-batches", count)
-                if graphs:
-                    yield counter("held for backward, as planned", at, "bytes", held)
+                held -= graph
+            else:
+                continue
+            count += change
+            yield counter("live", at, "micro-batches", count)
+            if graphs:
+                yield counter("graphs, as planned", at, "bytes", held)
         for (_, begin, end), size in zip(command.actions, command.memory, strict=False):
             yield counter("memory", end or begin, "bytes", size)
 

@@ -103,10 +103,11 @@ def record_unfinished(ring: Ring) -> None:
 def record_unfinished_in(path: Path) -> None:
     """Record what a worker without an agent has not finished, and remove the file of its ring.
 
-    Its job has ended.
+    The worker has ended; if there is no such file, nothing is done.
     """
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         ring = Ring.in_file(path)
+        ring.path = str(path.with_suffix(".jsonl"))  # wherever the file says
         record_unfinished(ring)
         ring.close()
         path.unlink()

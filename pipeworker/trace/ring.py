@@ -18,6 +18,7 @@ CAPACITY = 1 << 18
 """The number of actions for which a ring has memory; pages that are not written take none."""
 _HEADER = Struct("<4qd")
 _PATH = Struct("<h4094s")
+_BYTES = _HEADER.size + _PATH.size + 16 * CAPACITY
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +50,35 @@ class Ring:
     """
 
     def __init__(self, file: int = -1) -> None:
-        size = _HEADER.size + _PATH.size
-        self._memory = mmap.mmap(file, size + 16 * CAPACITY)
+        self._memory = mmap.mmap(file, _BYTES)
         self._all = memoryview(self._memory)
-        self._times = self._all[size:].cast("d")
+        self._times = self._all[_HEADER.size + _PATH.size :].cast("d")
+
+    @staticmethod
+    def new_file(path: Path) -> Ring:
+        """Return an empty ring in a new file, whose space on the disk is reserved.
+
+        Raises:
+            OSError: the file cannot be made, or there is no space for it.
+        """
+        file = no_link(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        try:
+            # Else a write that the disk has no space for would end the worker by a signal.
+            os.posix_fallocate(file, 0, _BYTES)
+            return Ring(file)
+        finally:
+            os.close(file)
 
     @staticmethod
     def in_file(path: Path) -> Ring:
-        """Return the ring in a file, which is made if there is none; most of it takes no space.
+        """Return the ring in a file.
 
         Raises:
             OSError: the file cannot be opened, or not be mapped.
+            ValueError: it is no ring.
         """
-        file = no_link(path, os.O_RDWR | os.O_CREAT)
+        file = no_link(path, os.O_RDWR)
         try:
-            os.ftruncate(file, _HEADER.size + _PATH.size + 16 * CAPACITY)
             return Ring(file)
         finally:
             os.close(file)

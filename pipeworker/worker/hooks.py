@@ -11,7 +11,7 @@ import io
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -26,11 +26,12 @@ from pipeworker.host.session_watcher import SessionWatcher
 from pipeworker.job import file as job_file
 from pipeworker.job.options import Options
 from pipeworker.record.run_feed import CHECKPOINT, PlaceFile, Record, RunFeed
+from pipeworker.record.run_record import RunRecord
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire import lines
 from pipeworker.worker.blame import raised, user_traceback
 from pipeworker.worker.console import redirect_output
-from pipeworker.worker.loggers.chosen import chosen
+from pipeworker.worker.loggers.make import make_loggers
 
 Warn = Callable[[str, str], None]
 """Receives a warning, and the details that belong to it."""
@@ -45,8 +46,7 @@ class Hooks:
     An error of a function is a warning, and the function is called with the next record.
 
     Args:
-        job: has functions and callbacks.
-        loggers: objects with the methods of callbacks, and perhaps ``close()``, by their names.
+        objects: have hooks as methods, and perhaps ``close()``; with their names, "" for a job.
         resume_step: the step that the run is resumed from.
         warn: receives the first error of each function.
         note: receives the further errors, and other remarks.
@@ -58,14 +58,12 @@ class Hooks:
     def __init__(
         self,
         run_dir: RunDir,
-        job: job_file.JobFile,
-        loggers: Mapping[str, Any],
+        objects: Sequence[tuple[str, Any]],
         resume_step: int,
         warn: Warn,
         note: Callable[[str], None],
     ) -> None:
-        self._called = job_file.hooks_of(job, loggers)
-        self._closed = [(type(one).__name__, one) for one in job.callbacks] + [*loggers.items()]
+        self._called, self._objects = job_file.hooks_of(objects), objects
         self._warn, self._note = warn, note
         self._places = PlaceFile(run_dir.hooks, tuple(self._called), resume_step)
         self._feed = RunFeed(run_dir, tuple(self._called), self._places)
@@ -83,16 +81,16 @@ class Hooks:
         return bool(found)
 
     def finish(self) -> None:
-        """Call the functions with all that is left; close callbacks, loggers and files."""
+        """Call the functions with all that is left, and close everything."""
         while self.call_new(final=True):
             pass
-        for name, one in self._closed:
-            if hasattr(one, "close"):
-                self._attempt(f"{name}.close()", one.close, "at the end")
         self.close()
 
     def close(self) -> None:
-        """Close the files."""
+        """Close callbacks, loggers and the files."""
+        for name, one in self._objects:
+            if name and hasattr(one, "close"):
+                self._attempt(f"{name}.close()", one.close, "at the end")
         self._feed.close()
         self._places.close()
 
@@ -115,20 +113,6 @@ class Hooks:
                 return
             self._failed.add(name)
             self._warn(f"{text}; the job continues, and {name} is called again", details)
-
-
-def loggers_of(options: Options, run_dir: RunDir, warn: Warn) -> dict[str, Any]:
-    """Return the loggers that options ask for, by name; one that fails at once is a warning.
-
-    Raises:
-        UsageError: ``run.json`` cannot be read.
-    """
-
-    def fail(name: str, error: BaseException) -> None:
-        text = f"{name}: {raised(error)} at its start; the job continues without it"
-        warn(text, user_traceback(error))
-
-    return chosen(options, run_dir, fail)
 
 
 class _Parent:
@@ -196,9 +180,18 @@ def _call_all(parent: _Parent) -> None:
     run_dir = RunDir.open(Path(parent.setup.run_dir))
     redirect_output(run_dir.hooks_log())
     torch.set_num_threads(options.threads)
-    job = job_file.load(Path(options.job_file), options.arguments)
-    loggers = loggers_of(options, run_dir, parent.warn)
-    hooks = Hooks(run_dir, job, loggers, options.resume_step, parent.warn, streams.note)
+    objects: list[tuple[str, Any]] = []
+    record = RunRecord.read(run_dir)
+    if not record.is_of_script:  # which calls its own hooks
+        job = job_file.load(Path(options.job_file), options.arguments)
+        objects = job_file.called_with_records(job)
+
+    def fail(name: str, error: BaseException) -> None:
+        text = f"{name}: {raised(error)} at its start; the job continues without it"
+        parent.warn(text, user_traceback(error))
+
+    objects += make_loggers(options, record, fail)
+    hooks = Hooks(run_dir, objects, options.resume_step, parent.warn, streams.note)
     while not parent.job_over.is_set():
         if not hooks.call_new():
             parent.job_over.wait(_POLL_SECONDS)

@@ -13,12 +13,12 @@ from pipeworker.facts.layer_names import LayerNames
 from pipeworker.facts.position import Phase
 from pipeworker.host import streams
 from pipeworker.job import file as job_file
-from pipeworker.job.file import HOOKS, hooks_of
+from pipeworker.job.file import HOOKS, called_with_records, hooks_of
 from pipeworker.job.signatures import takes_steps
 from pipeworker.plan.actions import Action, Edge, parse_actions
 from pipeworker.record.rundir import located
 from pipeworker.record.stage_state import check_savable
-from pipeworker.trace.recorder import Recorder, record_unfinished, start_row
+from pipeworker.trace.recorder import Recorder, record_unfinished_in, start_row
 from pipeworker.trace.ring import Ring
 from pipeworker.wire.keys import derive_secret
 from pipeworker.wire.messages.plan import Described, Plan, Source
@@ -122,9 +122,11 @@ class ModelledWorker:
 def _hooks(loaded: LoadedWorker) -> tuple[str, ...]:
     """Return the kinds of records that a process of hooks is for; a script calls its own hooks."""
     options = loaded.role.options
+    if options.loggers and not options.evaluate_only:
+        return HOOKS
     if not loaded.path or options.evaluate_only:
         return ()
-    return HOOKS if options.loggers else tuple(hooks_of(loaded.job))
+    return tuple(hooks_of(called_with_records(loaded.job)))
 
 
 def _ring(loaded: LoadedWorker) -> Ring:
@@ -133,18 +135,16 @@ def _ring(loaded: LoadedWorker) -> Ring:
     Without an agent it is in a file, where an earlier worker may have left something.
     """
     ring, run_dir, rank = loaded.settings.ring, loaded.run_dir, loaded.role.rank
-    path = located(run_dir.worker_timeline(rank))
     if ring is None:
+        path = run_dir.worker_ring(rank)
+        record_unfinished_in(path)
         try:
-            run_dir.timeline.mkdir(exist_ok=True)
-            ring = Ring.in_file(run_dir.worker_ring(rank))
+            path.parent.mkdir(exist_ok=True)
+            ring = Ring.new_file(path)
         except OSError as error:
             streams.note(f"what this worker does last is lost if it is killed: {error}")
             ring = Ring()
-        ring.path = path
-        record_unfinished(ring)
-        ring.end()
-    ring.path = path
+    ring.path = located(run_dir.worker_timeline(rank))
     return ring
 
 

@@ -144,7 +144,7 @@ class Worker:
         path = self.loaded.run_dir.memory_snapshot(self._settings.rank)
         try:
             written = write_allocator_snapshot(self.loaded.device, path)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, MemoryError) as error:
             streams.note(f"no snapshot of the allocator: {error}")
             return ""
         where = f"{path.parent.name}/{path.name}"

@@ -7,6 +7,7 @@ and a band behind it their least and greatest values: a peak of one step stays t
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from pipeworker.display.text import number
 
 MOST_POINTS = 400
+_MOST_STEPS = 1 << 53
 STYLE = """\
 .curve text { fill: var(--soft); font: 11px system-ui, -apple-system, 'Segoe UI', sans-serif; }
 .curve .name { fill: var(--ink); font-size: 13px; font-weight: 600; }
@@ -66,9 +68,9 @@ class Curve:
         others_name: str = "",
     ) -> Curve | None:
         """Return the curve of a figure; None if it has no finite value."""
-        at, found = np.asarray(steps, np.int64), np.asarray(values, np.float64)
-        known = np.isfinite(found)
-        at, found = at[known], found[known]
+        at, found = np.asarray(steps, np.float64), np.asarray(values, np.float64)
+        known = np.isfinite(found) & (np.abs(at) < _MOST_STEPS)
+        at, found = at[known].astype(np.int64), found[known]
         if not len(at):
             return None
         starts = np.unique(np.linspace(0, len(at), MOST_POINTS, endpoint=False).astype(np.int64))
@@ -112,6 +114,11 @@ class Curve:
         yield "</svg>"
 
     @property
+    def first(self) -> int:
+        """The step at the left edge of the picture."""
+        return min([self.steps[0], *self.others])
+
+    @property
     def _ends(self) -> tuple[tuple[int, float], tuple[int, float]]:
         return (self.steps[0], self.mean[0]), (self.steps[-1], self.mean[-1])
 
@@ -131,7 +138,7 @@ class _Scale:
         most = max([*curve.high, *curve.others.values()])
         if least == most:
             least, most = least - (abs(least) or 1) / 10, most + (abs(most) or 1) / 10
-        first = curve.steps[0]
+        first = curve.first
         return _Scale(first, max(curve.steps[-1], first + 1), least, most)
 
     def at(self, step: float, value: float) -> str:
@@ -146,7 +153,7 @@ class _Scale:
             _, y = self.at(self.first, tick).split()
             yield f'<path d="M{_LEFT} {y}H{_RIGHT}" class="axis"/>'
             place = f'x="{_LEFT - 6}" y="{float(y) + 4:g}"'
-            yield f'<text {place} text-anchor="end">{tick:.6g}</text>'
+            yield f'<text {place} text-anchor="end">{tick:.9g}</text>'
         for tick in _ticks(self.first, self.last, _X_TICKS):
             if tick == int(tick):
                 x, _ = self.at(tick, self.least).split()
@@ -157,7 +164,10 @@ class _Scale:
 def _ticks(least: float, most: float, count: int) -> list[float]:
     """Return round numbers between two, at least `count` of them or one less."""
     room = (most - least) / count
+    if not sys.float_info.min <= room <= sys.float_info.max:
+        return []
     power = 10.0 ** math.floor(math.log10(room))
-    step = max(n * power for n in (1, 2, 5) if n * power <= room * (1 + 1e-9))
+    step = max((n * power for n in (1, 2, 5) if n * power <= room * (1 + 1e-9)), default=power)
     begin, end = math.ceil(least / step - 1e-9), math.floor(most / step + 1e-9)
-    return [round(k * step, 12) for k in range(begin, end + 1)]
+    digits = max(0, 1 - math.floor(math.log10(step)))
+    return [round(k * step, digits) for k in range(begin, end + 1)]

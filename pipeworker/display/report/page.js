@@ -292,7 +292,7 @@
     const left = +svg.dataset.left, right = +svg.dataset.right;
     line.setAttribute("class", "at");
     svg.append(line);
-    const first = curve.steps[0], last = Math.max(curve.steps[curve.steps.length - 1], first + 1);
+    const first = curve.first, last = Math.max(curve.steps[curve.steps.length - 1], first + 1);
     let place = -1;
 
     function show(at) {

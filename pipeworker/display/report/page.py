@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -154,8 +153,9 @@ def _data(view: ReportView) -> dict[str, Any]:
 
 
 def _points(curve: Curve) -> dict[str, Any]:
-    names = {field.name for field in fields(curve)} & {"steps", "low", "mean", "high"}
-    return {name: [float(f"{x:.6g}") for x in getattr(curve, name)] for name in sorted(names)}
+    names = ("low", "mean", "high")
+    values = {name: [float(f"{x:.6g}") for x in getattr(curve, name)] for name in names}
+    return {"first": curve.first, "steps": list(curve.steps), **values}
 
 
 def _drawn(step: StepView, numbers: Mapping[Kind | str, int]) -> dict[str, Any]:

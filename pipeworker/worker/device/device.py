@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from pipeworker.errors import UsageError
+from pipeworker.record.atomic_file import write_bytes
 from pipeworker.worker.internals import pytree
 
 _STATM, _PAGE = "/proc/self/statm", resource.getpagesize()
@@ -73,9 +74,9 @@ def used_memory(device: torch.device) -> int:
 
 
 class MemoryGauge:
-    """Returns, at each call, the present memory in bytes: of a device's allocator, or the process.
+    """A reader of the present memory in bytes: of a device's allocator, else of the process.
 
-    A call takes a microsecond or two.
+    On the CPU a call takes a microsecond or two; torch takes longer to ask an allocator.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -107,7 +108,9 @@ class MemoryGauge:
 
 
 def write_allocator_snapshot(device: torch.device, path: Path) -> bool:
-    """Write what a device's allocator holds, and whether it can; torch's memory_viz shows the file.
+    """Write the state of a device's allocator to a file; return False if the device has none.
+
+    https://pytorch.org/memory_viz shows such a file.
 
     Raises:
         OSError: the file cannot be written.
@@ -116,7 +119,7 @@ def write_allocator_snapshot(device: torch.device, path: Path) -> bool:
     snapshot = getattr(memory, "_snapshot", None)
     if snapshot is None:
         return False
-    path.write_bytes(pickle.dumps(snapshot()))
+    write_bytes(path, pickle.dumps(snapshot()))
     return True
 
 

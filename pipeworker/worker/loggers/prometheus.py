@@ -31,7 +31,7 @@ _GAUGES = {
     "grad_norm": ("pipeworker_gradient_norm", "The global norm of the last step's gradient."),
     "lr": ("pipeworker_learning_rate", "The learning rate of the last step."),
     "bubble": ("pipeworker_bubble_ratio", "The idle share of the last step, 0 to 1."),
-    "epoch": ("pipeworker_epoch", "The epoch of the last step, from 1."),
+    "epoch": ("pipeworker_epoch", "The epoch of the last step, from 0."),
 }
 _COUNTERS = {
     "samples": ("pipeworker_samples", "Samples that were trained on."),
@@ -39,7 +39,7 @@ _COUNTERS = {
 }
 _WORKER = ("stage", "replica", "host")
 _FRESH = 1.5
-"""Seconds in which the coordinator of a job that runs says what its workers do."""
+"""Seconds in which the coordinator of a job that runs writes the state of its workers."""
 
 
 class Prometheus:
@@ -81,8 +81,7 @@ class Prometheus:
         self._steps.inc()
         self._seconds.observe(_number(row.get("seconds")))
         for name, gauge in self._gauges.items():
-            if row.get(name) is not None:
-                gauge.set(_number(row[name]))
+            gauge.set(_number(row.get(name)))
         for name, counter in self._counters.items():
             counter.inc(_number(row.get(name), 0.0))
         self._flops.inc(self._flops_per_sample() * _number(row.get("samples"), 0.0))
@@ -112,7 +111,7 @@ class Prometheus:
 
 
 class _Workers(Collector):
-    """What the workers do, asked of the coordinator through the run directory when it is needed."""
+    """The state of each worker, which the coordinator writes when it is asked for."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
@@ -144,7 +143,7 @@ class _Workers(Collector):
         yield from (memory, silent, computes)
 
     def _now(self) -> Present | None:
-        """Return what the workers do; None if the coordinator does not say."""
+        """Return the state of the workers; None if the coordinator does not write it."""
         began, limit = time.time(), time.monotonic() + _FRESH
         with suppress(OSError):
             self._run_dir.request_watch()

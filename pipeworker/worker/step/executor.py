@@ -247,7 +247,7 @@ class Executor:
                     handle(microbatch)
                 times[at + 1] = now()
                 if used is not None:
-                    memory.append(used())
+                    memory.append(used() if program.busy[at >> 1] or not memory else memory[-1])
                 at += 2
         self._tracker.wait(run.step)
         self._wiring.flush()

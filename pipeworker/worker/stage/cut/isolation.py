@@ -26,8 +26,9 @@ from pipeworker.worker.stage.cut.shapes import HollowUnit
 from pipeworker.worker.stage.cut.trace import Call, Recording
 from pipeworker.worker.transport.structure import PLAIN_TYPES
 
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-"""The attributes in which each module keeps its parameters, buffers, modules and hooks."""
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
+"""The attributes in which each module keeps its parameters, buffers, modules and hooks; and the one
+that gets the calls of a hollow unit."""
 _ATOMS = (type, FunctionType, MethodType, ModuleType, nn.Module)
 _Held = dict[str, list[Any]]
 """By the path of an attribute, the objects that it holds, and the versions of its tensors."""
@@ -68,15 +69,17 @@ class Isolation:
         Raises:
             Exception: whatever its forward raises.
         """
-        unit = self._fresh(name)
+        unit, recording = HollowUnit(self._fresh(name), id), Recording()
         for _ in range(self._after[name][1] if again else 0):
-            given, named = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
-            unit(*given, **named)
-        args, kwargs = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
-        recording = Recording()
+            self._call(unit, args, kwargs)
         with recording:
-            unit(*args, **kwargs)
+            self._call(unit, args, kwargs)
         return recording.trace.calls
+
+    def _call(self, unit: HollowUnit, args: Any, kwargs: Any) -> None:
+        """Call a unit with copies of the containers in its arguments."""
+        args, kwargs = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
+        unit.call(args, kwargs, held_by(args, kwargs), hooked_in(unit.unit))
 
     def check_again(self, name: str, unit: HollowUnit, layer: int, args: Any, kwargs: Any) -> None:
         """Reject that others have changed a unit since its last call so that its next one differs.
