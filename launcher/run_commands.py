@@ -73,7 +73,9 @@ def prune(folder: Path, *, keep_weights: bool, remove_weights: bool, dry_run: bo
 
 @click.command()
 @click.argument("run", type=_PATH)
-@click.option("--steps", metavar="A:B", help="The first and the last step. [default: all]")
+@click.option(
+    "--steps", metavar="A:B", help="The first and the last step. [default: the last ones]"
+)
 @click.option(
     "-o",
     "--output",

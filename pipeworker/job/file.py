@@ -161,6 +161,7 @@ def check(module: Any, where: str, required: Sequence[str] = REQUIRED) -> JobFil
             raise UsageError(f"{where}: {name} is {a_type(value)}; make it {right}")
         if name in signatures.NAMES and (error := signatures.job_error(name, value)):
             raise UsageError(f"{where}: {name} {error}")
+    _check_callbacks(found.get("callbacks", ()), where)
     interval = found.get("scheduler_interval", "step")
     if interval not in _INTERVALS:
         raise UsageError(
@@ -189,11 +190,7 @@ def _right_kind(name: str, value: Any) -> str:
         case "tied":
             fits, right = isinstance(value, (list, tuple)), "a list of tuples of parameter names"
         case "callbacks":
-            methods = [[getattr(one, n) for n in HOOKS if hasattr(one, n)] for one in _items(value)]
-            fits = isinstance(value, (list, tuple)) and all(
-                found and all(map(callable, found)) for found in methods
-            )
-            right = f"a list of objects with methods {', '.join(HOOKS[:-1])} or {HOOKS[-1]}"
+            fits, right = isinstance(value, (list, tuple)), "a list of objects"
         case "names":
             fits = isinstance(value, dict) and all(
                 isinstance(part, str) and all(part.split("."))
@@ -210,8 +207,14 @@ def _right_kind(name: str, value: Any) -> str:
     return "" if fits else right
 
 
-def _items(value: Any) -> Iterable[Any]:
-    return value if isinstance(value, (list, tuple)) else ()
+def _check_callbacks(callbacks: Sequence[Any], where: str) -> None:
+    for place, one in enumerate(callbacks):
+        methods = [getattr(one, name) for name in HOOKS if hasattr(one, name)]
+        if isinstance(one, type) or not methods or not all(map(callable, methods)):
+            raise UsageError(
+                f"{where}: callbacks[{place}] is {a_type(one)}; make it an object with a method "
+                f"{', '.join(HOOKS[:-1])} or {HOOKS[-1]}"
+            )
 
 
 def _misspelled(module: Any) -> tuple[tuple[str, str], ...]:

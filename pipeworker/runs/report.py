@@ -220,7 +220,8 @@ def _text(made: Report) -> Iterator[str]:
     if words := made.rates.words():
         yield words
     each = found.seconds / count
-    yield f"{count} recorded step{'s' * (count > 1)} of {each:.4g} s; shares of their time:"
+    steps = f"the last {count} recorded steps" if count > 1 else "the last recorded step"
+    yield f"{steps}, of {each:.4g} s; shares of their time:"
     yield from _table(found)
     if made.planned is not None:
         yield ""

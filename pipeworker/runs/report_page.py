@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from pipeworker.display.report.curves import Curve
 from pipeworker.display.report.page import page
 from pipeworker.display.report.view import Box, MemoryView, ReportView, StepView
 from pipeworker.display.text import duration, number, sanitize
-from pipeworker.errors import RecordError, UnreadableFile
+from pipeworker.errors import RecordError, UnreadableFile, UsageError
 from pipeworker.plan.actions import BUSY
 from pipeworker.plan.figures import flops_text, rate_text, seconds_text
 from pipeworker.plan.planned import Planned
@@ -50,6 +52,8 @@ def write_page(path: Path, output: Path) -> str:
         UsageError: there is no run, it has no recorded steps, or a file of it cannot be read.
         RecordError: the page cannot be written.
     """
+    if output.exists() and output.suffix not in (".html", ".htm"):
+        raise UsageError(f"--html {output}: exists already; choose another file, as report.html")
     made = report.read(path)
     view = _view(Run.read(path), made)
     try:
@@ -62,7 +66,7 @@ def write_page(path: Path, output: Path) -> str:
 def _view(run: Run, made: Report) -> ReportView:
     run_dir = RunDir(run.path)
     try:
-        steps = list(rows.read(run_dir.metrics))
+        steps = _columns(rows.read(run_dir.metrics))
         evaluations = list(rows.read(run_dir.evaluation))
     except OSError as error:
         raise UnreadableFile(run.path, error) from None
@@ -70,7 +74,7 @@ def _view(run: Run, made: Report) -> ReportView:
     labels = [_label(life) for life in lives]
     chosen = list(_chosen(made.recorded))
     return ReportView(
-        run.path.resolve().name,
+        sanitize(run.path.resolve().name),
         made.advice.text,
         list(_figures(run, made)),
         list(_curves(steps, evaluations)),
@@ -106,8 +110,9 @@ def _figures(run: Run, made: Report) -> Iterator[tuple[str, str]]:
     if rates.flops:
         share = f", {rates.peak:.0%} of the peak" if rates.peak else ""
         yield "model", f"{flops_text(rates.flops)}{share}"
-    computing = sum(time.computing for time in made.found.workers)
-    yield "idle", f"{1 - computing / made.found.seconds / len(made.found.workers):.1%}"
+    if made.found.seconds > 0:
+        computing = sum(time.computing for time in made.found.workers)
+        yield "idle", f"{1 - computing / made.found.seconds / len(made.found.workers):.1%}"
     seconds = run.summary["seconds"]
     if seconds is not None:
         yield "time", duration(seconds)
@@ -118,11 +123,20 @@ def _text(value: Any) -> str:
     return number(value) if isinstance(value, float) else str(value)
 
 
-def _curves(steps: Sequence[Row], evaluations: Sequence[Row]) -> Iterator[Curve]:
-    at = [int(row["step"]) for row in steps]
+def _columns(found: Iterable[Row]) -> dict[str, array[float]]:
+    """Return the figures of all steps by name: a long run has more rows than fit as objects."""
+    columns = {name: array("d") for name in ("step", *_CURVES)}
+    for row in found:
+        for name, column in columns.items():
+            column.append(_number(row.get(name)))
+    return columns
+
+
+def _curves(columns: Mapping[str, array[float]], evaluations: Sequence[Row]) -> Iterator[Curve]:
+    at = columns["step"]
     losses = _by_step(evaluations, "loss")
     for name, text in _CURVES.items():
-        values = [_number(row.get(name)) for row in steps]
+        values = columns[name]
         others = losses if name == "loss" else {}
         curve = Curve.of(text, at, values, others, "evaluation" if others else "")
         if curve is not None:
@@ -211,18 +225,16 @@ def _happened(run: Run, run_dir: RunDir, made: Report) -> Iterator[tuple[str, st
         figures = ""
         if manifest.evaluation is not None:
             figures = f", loss {_text(manifest.evaluation.get('loss'))} in evaluation"
-        when = datetime.fromtimestamp(path.stat().st_mtime).astimezone()
-        note(when, f"checkpoint {path.name}{figures}")
+        with suppress(FileNotFoundError):  # the run may be running, and keep only some of them
+            when = datetime.fromtimestamp(path.stat().st_mtime).astimezone()
+            note(when, f"checkpoint {path.name}{figures}")
     causes = run.summary["causes"]
     starts: dict[int, float] = {}
     for one in made.recorded:
         for life in one.lives:
             starts.setdefault(life.generation, life.time)
-    for generation, seconds in sorted(starts.items()):
-        if 2 <= generation < len(causes) + 2:
-            found.append((seconds, sanitize(f"recovered: {causes[generation - 2]}")))
-    for cause in causes if len(starts) < len(causes) + 1 else ():
-        found.append((0.0, sanitize(f"a loss: {cause}")))
+    for generation, cause in enumerate(causes, 2):
+        found.append((starts.get(generation, 0.0), sanitize(f"recovered: {cause}")))
     found += _warnings(run_dir)
     for seconds, text in sorted(found):
         moment = datetime.fromtimestamp(seconds).astimezone()
@@ -242,5 +254,6 @@ def _warnings(run_dir: RunDir) -> Iterator[tuple[float, str]]:
         raise UnreadableFile(run_dir.coordinator_log(), error) from None
     for line in text.splitlines():
         if found := _WARNING.fullmatch(line):
-            when = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S").astimezone()
-            yield when.timestamp(), sanitize(f"warning: {found[2]}")
+            with suppress(ValueError, OverflowError):  # no time that a log has
+                when = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S").astimezone()
+                yield when.timestamp(), sanitize(f"warning: {found[2]}")

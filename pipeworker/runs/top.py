@@ -15,8 +15,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pipeworker.display.text import data_size, duration, sanitize
+from pipeworker.display.text import data_size, duration, number, sanitize
 from pipeworker.errors import RecordError, UnreadableFile, UsageError
+from pipeworker.plan.figures import rate_text, seconds_text
 from pipeworker.record import lock, present
 from pipeworker.record.metrics import rows
 from pipeworker.record.present import Present
@@ -82,12 +83,12 @@ def _head(run_dir: RunDir, now: Present) -> Iterator[RenderableType]:
         seconds = statistics.median(float(row.get("seconds") or 0) for row in recent)
         parts = [
             f"step {recent[0].get('step')}",
-            f"loss {recent[0].get('loss')}",
-            f"{rate:.4g} samples/s",
-            f"{seconds:.4g} s a step",
+            f"loss {number(float(recent[0].get('loss') or 0))}",
+            f"{rate_text(rate)} samples/s",
+            f"{seconds_text(seconds)} a step",
         ]
-    parts += [now.doing, f"{now.restarts} losses of workers"]
-    yield Text(sanitize("  ".join(parts)))
+    losses = f"losses of workers: {now.restarts}"
+    yield Text(sanitize("  ".join([*parts, now.doing, losses])), no_wrap=True, overflow="ellipsis")
 
 
 def _table(now: Present) -> Table:

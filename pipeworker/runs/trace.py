@@ -50,7 +50,7 @@ def write_trace(path: Path, steps: str | None, asked: Path | None) -> str:
         raise UnreadableFile(path, error) from None
     lives, recorded = read.lives, read.recorded
     if not recorded:
-        raise UsageError(f"{path}: it has no recorded steps; a run records them since it began")
+        raise UsageError(f"{path}: it has no recorded steps yet: no step has ended")
     if chosen is not None and not any(step in chosen for step in recorded):
         raise UsageError(
             f"--steps {steps}: none of them is recorded; steps {_ranges(recorded)} are "
@@ -67,9 +67,12 @@ def write_trace(path: Path, steps: str | None, asked: Path | None) -> str:
     except OSError as error:
         raise RecordError(output, error) from None
     shown = sorted({c.step for life in lives for c in life.commands if c.actions})
-    workers = len({life.rank for life in lives})
+    count = len({life.rank for life in lives})
+    workers = f"{count} worker{'s' * (count > 1)}"
+    left_out = sorted({*recorded} - {*shown}) if chosen is None else []
+    more = f"; --steps shows others of {_ranges(left_out)}" if left_out else ""
     return (
-        f"{output}: steps {_ranges(shown)} of {workers} workers; https://ui.perfetto.dev opens it, "
+        f"{output}: steps {_ranges(shown)} of {workers}{more}; https://ui.perfetto.dev opens it, "
         "and sends it nowhere"
     )
 

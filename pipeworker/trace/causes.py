@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from pipeworker.errors import ScheduleError
 from pipeworker.plan.actions import COMPUTE, RECEIVES, REPLICAS, SENDS, Edge, Kind, edge_of
@@ -99,10 +100,8 @@ def mini_batches(lives: Sequence[WorkerLife]) -> Iterator[MiniBatch]:
         found = [
             {
                 (command.step, command.first): (command, following)
-                for command, following in zip(
-                    life.commands, [*life.commands[1:], None], strict=True
-                )
-                if command.actions and command.answered is not None
+                for command, following in pairwise([*_with_updates(life.commands), None])
+                if command and command.actions and command.answered is not None
             }
             for life in members
         ]
@@ -113,6 +112,21 @@ def mini_batches(lives: Sequence[WorkerLife]) -> Iterator[MiniBatch]:
             end = min(following) if following else max(c.answered or 0.0 for c in commands)
             begin = min(command.received for command in commands)
             yield MiniBatch(key[0], tuple(members), commands, begin, end)
+
+
+def _with_updates(commands: Sequence[Command]) -> Iterator[Command]:
+    """Yield commands; joins one that only updates weights, of a user's own loop, to its step."""
+    last: Command | None = None
+    for command in commands:
+        only = command.spans and all(span.name == UPDATE for span in command.spans)
+        if last and last.actions and only and not command.actions:
+            last = replace(last, spans=(*last.spans, *command.spans), answered=command.answered)
+            continue
+        if last:
+            yield last
+        last = command
+    if last:
+        yield last
 
 
 def _are_all(members: Sequence[WorkerLife]) -> bool:

@@ -90,7 +90,7 @@ class Hooks:
         """Close callbacks, loggers and the files."""
         for name, one in self._objects:
             if name and hasattr(one, "close"):
-                self._attempt(f"{name}.close()", one.close, "at the end")
+                self._attempt(f"{name}.close()", one.close, "at the end", more="")
         self._feed.close()
         self._places.close()
 
@@ -102,7 +102,13 @@ class Hooks:
             else:
                 self._attempt(name, partial(function, record.value), f"after step {record.step}")
 
-    def _attempt(self, name: str, call: Callable[[], Any], when: str) -> None:
+    def _attempt(
+        self,
+        name: str,
+        call: Callable[[], Any],
+        when: str,
+        more: str = "; the job continues, and {} is called again",
+    ) -> None:
         try:
             call()
         except (Exception, SystemExit) as error:
@@ -112,7 +118,7 @@ class Hooks:
                 self._note(text)
                 return
             self._failed.add(name)
-            self._warn(f"{text}; the job continues, and {name} is called again", details)
+            self._warn(f"{text}{more.format(name)}", details)
 
 
 class _Parent:

@@ -62,7 +62,7 @@ class Curve:
     @staticmethod
     def of(
         name: str,
-        steps: Sequence[int],
+        steps: Sequence[float],
         values: Sequence[float],
         others: Mapping[int, float] | None = None,
         others_name: str = "",

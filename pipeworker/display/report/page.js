@@ -8,7 +8,9 @@
   const panels = [];
   let from = 0, to = 1, row = 0, chosen = null;
 
-  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const PRINTED = { "--ink": "#000000", "--soft": "#444444", "--line": "#999999", "--paper": "#ffffff" };
+  let printing = false;
+  const css = (name) => printing ? PRINTED[name] : getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
   function time(seconds) {
     const size = Math.abs(seconds);
@@ -181,11 +183,10 @@
     }
   }
 
-  function next(change) {
-    const panel = chosen ? chosen.panel : panels[0];
+  function next(change, panel) {
     const count = panel.step.rows[row].length;
     if (!count) return;
-    let at = chosen && chosen.row === row ? chosen.at + change * FIELDS : 0;
+    let at = chosen && chosen.row === row && chosen.panel === panel ? chosen.at + change * FIELDS : 0;
     at = Math.max(0, Math.min(count - FIELDS, at));
     choose({ panel, row, at });
   }
@@ -214,13 +215,19 @@
     });
   }
 
+  function select(number) {
+    row = Math.max(0, Math.min(data.workers.length - 1, number));
+    chosen = null;
+    output.textContent = data.workers[row];
+    draw();
+  }
+
   const keys = {
     "+": () => zoom(0.5), "=": () => zoom(0.5), "-": () => zoom(2), "0": () => view(0, whole()),
     "ArrowLeft": () => view(from - (to - from) / 4, to - (to - from) / 4),
     "ArrowRight": () => view(from + (to - from) / 4, to + (to - from) / 4),
-    "ArrowUp": () => { row = Math.max(0, row - 1); draw(); },
-    "ArrowDown": () => { row = Math.min(data.workers.length - 1, row + 1); draw(); },
-    "n": () => next(1), "p": () => next(-1),
+    "ArrowUp": () => select(row - 1), "ArrowDown": () => select(row + 1),
+    "n": (panel) => next(1, panel), "p": (panel) => next(-1, panel),
   };
 
   function listen(panel) {
@@ -229,7 +236,7 @@
     canvas.addEventListener("keydown", (event) => {
       if (keys[event.key] && !event.ctrlKey && !event.metaKey && !event.altKey) {
         event.preventDefault();
-        keys[event.key]();
+        keys[event.key](panel);
       }
     });
     canvas.addEventListener("pointerdown", (event) => {
@@ -269,7 +276,7 @@
     const buttons = { "zoom-in": "+", "zoom-out": "-", "whole": "0", "earlier": "ArrowLeft",
       "later": "ArrowRight" };
     for (const [id, key] of Object.entries(buttons)) {
-      document.getElementById(id).addEventListener("click", keys[key]);
+      document.getElementById(id).addEventListener("click", () => keys[key](panels[0]));
     }
     const select = document.getElementById("step");
     if (select) {
@@ -282,8 +289,11 @@
     }
     window.addEventListener("resize", draw);
     window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-    window.addEventListener("beforeprint", () => panels.forEach((panel) => panel.draw(3)));
-    window.addEventListener("afterprint", draw);
+    window.addEventListener("beforeprint", () => {
+      printing = true;
+      panels.forEach((panel) => panel.draw(Math.min(3, 200 / data.workers.length)));
+    });
+    window.addEventListener("afterprint", () => { printing = false; draw(); });
   }
 
   document.querySelectorAll(".curve").forEach((figure, number) => {

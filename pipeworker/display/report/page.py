@@ -44,6 +44,8 @@ _COLOURS = {
 WORDS = {"fill_drain": "fill, drain"}
 """Parts whose text has another name."""
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 360, 130, 64, 24, 20
+_LONGEST = 1e9
+"""Seconds of a step that is drawn, at most."""
 _KEYS = (
     ("+", "-", "0"),
     ("←", "→"),
@@ -113,7 +115,7 @@ def _timeline(view: ReportView) -> Iterator[str]:
     yield f'<p class="keys">Keys, when a timeline has the focus: {keys}.</p>'
     for name in ("measured", *(("planned",) if view.planned else ())):
         yield f'<figure class="panel" id="{name}"><figcaption></figcaption>'
-        yield '<canvas tabindex="0" role="img"></canvas></figure>'
+        yield '<canvas tabindex="0" role="application"></canvas></figure>'
     yield '<output id="what" aria-live="polite"></output>'
     used = {_key(box.kind) for step in _steps(view) for row in step.rows for box in row}
     yield '<ul class="legend">'
@@ -161,11 +163,12 @@ def _points(curve: Curve) -> dict[str, Any]:
 def _drawn(step: StepView, numbers: Mapping[Kind | str, int]) -> dict[str, Any]:
     def flat(row: Sequence[Box]) -> Iterator[int]:
         for box in row:
-            begin, end = round(box.begin * 1e6), round(box.end * 1e6)
+            begin, end = (round(min(at, _LONGEST) * 1e6) for at in (box.begin, box.end))
             yield from (numbers[_key(box.kind)], box.stage, box.microbatch, begin, end - begin)
 
     rows = [list(flat(row)) for row in step.rows]
-    return {"title": step.title, "seconds": step.seconds, "rows": rows}
+    seconds = min(max(step.seconds, 1e-6), _LONGEST)
+    return {"title": step.title, "seconds": seconds, "rows": rows}
 
 
 def _shares(found: Breakdown, workers: Sequence[str]) -> Iterator[str]:
@@ -188,7 +191,7 @@ def _shares(found: Breakdown, workers: Sequence[str]) -> Iterator[str]:
             (
                 escape(label),
                 _bar(parts, found.seconds),
-                *(f"{100 * parts[name] / found.seconds:.1f}%" for name in shown),
+                *(f"{_share(parts[name], found.seconds):.1%}" for name in shown),
             ),
         )
         for label, parts in rows
@@ -197,11 +200,15 @@ def _shares(found: Breakdown, workers: Sequence[str]) -> Iterator[str]:
     yield "</div>"
 
 
+def _share(seconds: float, whole: float) -> float:
+    return seconds / whole if whole > 0 else 0.0
+
+
 def _bar(parts: Mapping[str, float], whole: float) -> str:
     """Return a bar of shares of a time."""
     at, boxes = 0.0, []
     for name, seconds in parts.items():
-        width = 1000 * seconds / whole if whole > 0 else 0.0
+        width = 1000 * _share(seconds, whole)
         if width > 0:
             title = f"<title>{WORDS.get(name, name)}: {width / 10:.1f}%</title>"
             box = f'x="{at:.1f}" width="{width:.1f}" height="18" fill="{_COLOURS[name]}"'
@@ -217,7 +224,7 @@ def _memories(found: Sequence[MemoryView]) -> Iterator[str]:
     yield "<p>Measured, the peak that was planned (dashed), and the limit where it is near.</p>"
     least = min(min(one.sizes) for one in found)
     most = max(max([*one.sizes, one.planned or 0]) for one in found)
-    room = max(1, (most - least) // 4)
+    room = max(4, (most - least) // 4)
     yield '<div class="memory">'
     for one in found:
         yield f"<figure>{''.join(_memory(one, max(0, least - room), most + room // 4))}</figure>"

@@ -77,7 +77,8 @@ def test_the_script_gets_every_box(view: ReportView) -> None:
     assert names[other[0]] == "snapshot, checkpoint or evaluation"
     assert other[1:] == [-1, -1, 2000, 1500]
     assert data["planned"] is None
-    assert data["curves"] == [{"high": [2, 1], "low": [2, 1], "mean": [2, 1], "steps": [1, 2]}]
+    values = {name: [2, 1] for name in ("low", "mean", "high")}
+    assert data["curves"] == [{"first": 1, "steps": [1, 2], **values}]
 
 
 def test_tables_have_the_shares_of_each_worker_and_their_mean(view: ReportView) -> None:
