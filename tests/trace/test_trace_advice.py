@@ -54,9 +54,9 @@ def test_data_that_takes_long_is_named() -> None:
     request = PlanRequest("gpipe", 1, 4, "never")
     facts = NetworkFacts((LayerFacts("Linear", forward=0.25, backward=0.5),))
     advice = advise(facts, request, (1,), Breakdown(6.0, (1,), (time,)), 1)
-    assert (
-        advice.text
-        == "data() takes 50% of a step, while nothing computes: without that time the rate would be 2.00 times as high"
+    assert advice.text == (
+        "data() takes 50% of a step, while nothing computes: without that time the rate would be "
+        "2.00 times as high"
     )
     assert (advice.option, advice.gain) == ("", 2.0)
 
