@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+_LARGEST = 1 << 62
+"""Bytes or seconds that no layer has, and whose sums are numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,11 @@ class LayerFacts:
     output_bytes: int = 0
     passes_gradient: bool = True
     flops: int = 0
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether all numbers are ones that a layer may have, as those of a file may not be."""
+        return _are_possible(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +135,19 @@ class NetworkFacts:
     device: str = ""
 
     @property
+    def is_possible(self) -> bool:
+        """Whether all numbers are ones that a network may have, as those of a file may not be."""
+        parts: list[LayerFacts | LayerSkip] = [*self.layers, *self.skips, *self.ties]
+        return _are_possible(self) and all(_are_possible(one) for one in parts)
+
+    @property
     def flops_per_sample(self) -> float:
         """The floating-point operations of a forward and a backward of one sample; 0 if unknown."""
         return sum(layer.flops for layer in self.layers) / max(1, self.samples)
+
+
+def _are_possible(facts: LayerFacts | LayerSkip | NetworkFacts) -> bool:
+    """Return whether the numbers of an object are neither negative nor too large."""
+    values = [getattr(facts, field.name) for field in fields(facts)]
+    numbers = [one for value in values for one in (value if isinstance(value, tuple) else [value])]
+    return all(0 <= one < _LARGEST for one in numbers if isinstance(one, (int, float)))

@@ -27,8 +27,6 @@ _NAME = "layers.json"
 MOST_ENTRIES = 4096
 """Facts that are kept; the oldest ones are left out first."""
 _MOST_BYTES = 8 << 20
-_LARGEST = 1 << 62
-"""Bytes or seconds that no layer has, and whose sums are numbers."""
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -71,7 +69,7 @@ class FactsCache:
         except (ValueError, RecursionError) as error:  # damaged: it is written anew
             log.info("facts of earlier jobs are damaged: %.200s", error)
             return {}
-        return {digest: facts for digest, facts in found.items() if _is_possible(facts)}
+        return {digest: facts for digest, facts in found.items() if facts.is_possible}
 
     def add(self, facts: Mapping[str, LayerFacts]) -> None:
         """Add facts to the file."""
@@ -98,8 +96,3 @@ class FactsCache:
         """Raise PermissionError unless only this user can have written a file or a folder."""
         if found.st_uid != os.geteuid() or found.st_mode & _OTHERS_MAY_WRITE:
             raise PermissionError(f"{self._folder}: another user may write there")
-
-
-def _is_possible(facts: LayerFacts) -> bool:
-    numbers = [value for value in dataclasses.astuple(facts) if not isinstance(value, str)]
-    return all(0 <= number < _LARGEST for number in numbers)

@@ -56,6 +56,8 @@ class PlanFile:
         follow = [first for first, _ in ranges] == ends[:-1] and ends == sorted({*ends})
         if not follow or ends[-1] > _MOST_LAYERS:
             raise UnreadableFile(run_dir.plan, "the layers of its stages do not follow each other")
+        if content.facts is not None and not content.facts.is_possible:
+            raise UnreadableFile(run_dir.plan, "its facts have a number that no layer has")
         return PlanFile(ranges, content.facts)
 
     @property

@@ -137,7 +137,10 @@ def of_run(run_dir: RunDir, record: RunRecord, lives: Sequence[WorkerLife]) -> R
     schedule = schedule_of(recorded[-1])
     file = planned_from(run_dir)
     ranges, facts, balance = file.ranges, file.facts, file.balance
-    options = Options.of(record.options)
+    try:
+        options = Options.of(record.options)
+    except UsageError as error:
+        raise UnreadableFile(run_dir.run, error) from None
     request = request_of(options)
     try:
         rates = Rates.of(run_dir, facts, options)

@@ -11,10 +11,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from pipeworker.display.report.curves import Curve
+from pipeworker.display.report.curves import MOST_STEPS, Curve
 from pipeworker.display.report.page import page
 from pipeworker.display.report.view import Box, MemoryView, ReportView, StepView
-from pipeworker.display.text import duration, number, sanitize
+from pipeworker.display.text import number, sanitize
 from pipeworker.errors import RecordError, UnreadableFile, UsageError
 from pipeworker.plan.actions import BUSY
 from pipeworker.plan.figures import flops_text, rate_text, seconds_text
@@ -27,6 +27,7 @@ from pipeworker.record.metrics.rows import Row
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs import report
 from pipeworker.runs.info import Run, time_of
+from pipeworker.runs.listing import time_text
 from pipeworker.runs.report import Report
 from pipeworker.trace.causes import MiniBatch
 from pipeworker.trace.recorder import UPDATE
@@ -57,7 +58,7 @@ def write_page(path: Path, output: Path) -> str:
     made = report.read(path)
     view = _view(Run.read(path), made)
     try:
-        write_bytes(output, page(view).encode())
+        write_bytes(output, page(view).encode(errors="replace"))
     except OSError as error:
         raise RecordError(output, error) from None
     return f"{output}: the report of {path}, for a browser; it loads nothing else"
@@ -115,7 +116,7 @@ def _figures(run: Run, made: Report) -> Iterator[tuple[str, str]]:
         yield "idle", f"{1 - computing / made.found.seconds / len(made.found.workers):.1%}"
     seconds = run.summary["seconds"]
     if seconds is not None:
-        yield "time", duration(seconds)
+        yield "time", time_text(seconds)
     yield "losses of workers", str(run.summary["restarts"])
 
 
@@ -150,7 +151,9 @@ def _curves(columns: Mapping[str, array[float]], evaluations: Sequence[Row]) -> 
 
 
 def _by_step(found: Sequence[Row], name: str) -> dict[int, float]:
-    return {int(row["step"]): _number(row.get(name)) for row in found}
+    return {
+        int(row["step"]): _number(row.get(name)) for row in found if abs(row["step"]) < MOST_STEPS
+    }
 
 
 def _number(value: Any) -> float:

@@ -248,6 +248,8 @@ def _parsed(path: Path, life: _Life) -> WorkerLife:
             commands.append(_command(row, life.programs))
     with _readable(path, 1):
         stages = tuple(map(int, start.stages.split()))
+        if path.name != f"worker-{start.worker}.jsonl":
+            raise ValueError("it is of another worker")
         _check_finite(start.now, start.time)
         if not all(span.action.stage in stages for c in commands for span in c.actions):
             raise ValueError("the worker does not hold the stages of its actions")
@@ -274,6 +276,9 @@ def _check_finite(*numbers: float | None) -> None:
 def _command(row: _Times, programs: dict[int, tuple[Action, ...]]) -> Command:
     received = row.began if row.received is None else row.received
     _check_finite(received, row.answered, row.began)
+    lasted = [*row.times[1::2], *(took for _, _, took in row.spans)]
+    if min(lasted, default=0) < 0 or (row.answered is not None and row.answered < received):
+        raise ValueError("something ends before it begins")
     spans = tuple(Span(name, *seconds(received, [begin, took])) for name, begin, took in row.spans)
     actions: tuple[ActionSpan, ...] = ()
     if row.times:

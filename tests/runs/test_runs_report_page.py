@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
 from pipeworker.plan.simulate import Costs
 from pipeworker.record import run_record
@@ -132,3 +134,47 @@ def test_it_fits(browser: Browser, written: Path, width: int, media: str, *, dar
     )
     assert (ink > paper) is dark
     assert not browser.problems
+
+
+def damaged(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        ("plan.json", "[0, 1]", "[0, 2]", "the layers of its stages do not follow each other"),
+        (
+            "plan.json",
+            '"stages"',
+            '"facts": {"layers": [{"kind": "a", "forward": -1}]}, "stages"',
+            "a number that no layer",
+        ),
+        ("timeline/worker-3.jsonl", '"worker": 3', '"worker": 4', "is not what a worker records"),
+        (
+            "timeline/worker-3.jsonl",
+            '"spans": [["update", ',
+            '"spans": [["update", 1, -5], ["update", ',
+            "is not what a worker records",
+        ),
+        ("run.json", '"microbatches": 32', '"microbatches": 0', "run.json"),
+    ],
+)
+def test_what_no_run_has_is_one_message(
+    run: RunDir, tmp_path: Path, file: str, old: str, new: str, message: str
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run.path, copy, ignore=lambda *_: ["metrics.jsonl"])
+    damaged(copy / file, old, new)
+    with pytest.raises(UsageError, match=message):
+        write_page(copy, tmp_path / "report.html")
+
+
+def test_a_file_that_is_no_page_is_not_replaced(run: RunDir, tmp_path: Path) -> None:
+    path = tmp_path / "job.py"
+    path.write_text("mine")
+    with pytest.raises(UsageError, match="exists already"):
+        write_page(run.path, path)
+    assert path.read_text() == "mine"

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pipeworker.display.text import number
 
 MOST_POINTS = 400
-_MOST_STEPS = 1 << 53
+MOST_STEPS = 1 << 53
 STYLE = """\
 .curve text { fill: var(--soft); font: 11px system-ui, -apple-system, 'Segoe UI', sans-serif; }
 .curve .name { fill: var(--ink); font-size: 13px; font-weight: 600; }
@@ -69,7 +69,7 @@ class Curve:
     ) -> Curve | None:
         """Return the curve of a figure; None if it has no finite value."""
         at, found = np.asarray(steps, np.float64), np.asarray(values, np.float64)
-        known = np.isfinite(found) & (np.abs(at) < _MOST_STEPS)
+        known = np.isfinite(found) & (np.abs(at) < MOST_STEPS)
         at, found = at[known].astype(np.int64), found[known]
         if not len(at):
             return None
