@@ -110,6 +110,7 @@ def test_the_bits_are_the_same_for_any_number_of_stages(jobs: Jobs) -> None:
     assert not any("^" in name for name in one.weights)
 
 
+@slow
 def test_a_run_is_resumed_after_a_lost_worker_and_exported(jobs: Jobs) -> None:
     one = jobs.train("--stages", "1", *WORDS, source=MODULE)
     process, path = jobs.start("--stages", "3", *WORDS, "--steps", "4", "--", "slow", source=MODULE)

@@ -86,6 +86,7 @@ def test_a_run_on_several_hosts_continues_in_its_directory_when_that_is_moved(
     assert f"weights: {moved}/checkpoints/step-00000008" in stdout
 
 
+@slow  # test_engines_conformance.py loses a host too
 def test_a_lost_host_is_restarted_and_gives_the_numbers_of_an_undisturbed_run(
     jobs: Jobs, client: Sshd, quiet: Run
 ) -> None:

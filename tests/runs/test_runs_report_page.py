@@ -20,6 +20,7 @@ from pipeworker.record.rundir import RunDir
 from pipeworker.runs.report_page import write_page
 from support.browser import BROWSER, Browser
 from support.orders import build
+from support.slow import slow
 from support.timelines import lives_of, write_lives
 
 STEPS = 100_000
@@ -119,6 +120,7 @@ def test_it_is_used_by_keys_alone(browser: Browser, written: Path) -> None:
     assert not browser.problems
 
 
+@slow
 @pytest.mark.parametrize(
     ("width", "media", "dark"),
     [(390, "screen", False), (1200, "screen", True), (800, "print", False)],
