@@ -165,6 +165,7 @@ def stopped_within_a_step(pid: int, ring: Path) -> bool:
     return False
 
 
+@slow
 def test_ranks_without_an_agent_leave_what_they_did_last(jobs: Jobs, torchrun: Torchrun) -> None:
     started = torchrun("--microbatches", "4", "--steps", "100000", source=SLEEPING)
     pid = started.training(5)["stages"][1]["pid"]

@@ -21,6 +21,7 @@ from pipeworker.trace.recorder import (
     Recorder,
     microseconds,
     record_unfinished,
+    record_unfinished_in,
     seconds,
 )
 from pipeworker.trace.ring import CAPACITY, MiniBatchTimes, Ring
@@ -161,3 +162,28 @@ def test_the_estimate_of_a_row_is_near(tmp_path: Path) -> None:
         recorder.close()
         written += len(path.read_text().splitlines()[1])
     assert row_bytes([schedule]) == pytest.approx(written, rel=0.15)
+
+
+def test_a_ring_in_a_file_is_recorded_beside_it_and_removed(tmp_path: Path) -> None:
+    path, other = tmp_path / "worker-3.ring", tmp_path / "other.txt"
+    ring = Ring.new_file(path)
+    ring.path = str(other)  # whatever a file says, nothing else is written
+    times = ring.begin(7, 0, 1, 4, 5.0)
+    times[0], times[1], times[2] = 5.0, 5.5, 6.0
+    ring.close()
+    record_unfinished_in(path)
+    (row,) = map(json.loads, (tmp_path / "worker-3.jsonl").read_text().splitlines())
+    assert (row["step"], row["times"], row["lost"]) == (7, [0, 500000, 500000], True)
+    assert not path.exists()
+    assert not other.exists()
+
+
+def test_a_file_that_is_no_ring_and_an_empty_ring_add_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "worker-0.ring"
+    record_unfinished_in(path)
+    path.write_text("no ring")
+    record_unfinished_in(path)
+    assert path.read_text() == "no ring"
+    Ring.new_file(path).close()
+    record_unfinished_in(path)
+    assert not [*tmp_path.iterdir()]
