@@ -170,6 +170,7 @@ def test_a_ring_in_a_file_is_recorded_beside_it_and_removed(tmp_path: Path) -> N
     ring.path = str(other)  # whatever a file says, nothing else is written
     times = ring.begin(7, 0, 1, 4, 5.0)
     times[0], times[1], times[2] = 5.0, 5.5, 6.0
+    times.release()
     ring.close()
     record_unfinished_in(path)
     (row,) = map(json.loads, (tmp_path / "worker-3.jsonl").read_text().splitlines())
