@@ -23,7 +23,7 @@ class LayerFacts:
         backward_input: seconds of its first part where the backward is split; the part for the
             weights takes the rest. Equal to `backward` if no parameter has a gradient, 0 if only
             parameters have one.
-        update: seconds of the optimizer's step for its parameters.
+        update: seconds of the gradient's norm and of the optimizer's step for its parameters.
         update_bytes: bytes that the optimizer's step takes for a time.
         saved_bytes: bytes that its graph keeps until the backward, besides parameters, input and
             output. On the CPU with the bytes that the allocator loses between tensors.

@@ -22,7 +22,7 @@ from pipeworker.record.atomic_file import no_link, write_bytes
 from pipeworker.record.bounded_file import load_json
 
 log = logging.getLogger(__name__)
-_VERSION = 3
+_VERSION = 4
 _NAME = "layers.json"
 MOST_ENTRIES = 4096
 """Facts that are kept; the oldest ones are left out first."""

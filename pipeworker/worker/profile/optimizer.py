@@ -23,6 +23,7 @@ class UpdateFacts(NamedTuple):
 
     Attributes:
         state: bytes of the optimizer's state.
+        seconds: what the step takes, with the norm of the gradient before it.
         working: bytes that the step takes for a time.
     """
 
@@ -41,11 +42,13 @@ def measure_update(
     """
     try:
         own = dataclasses.replace(job, scheduler=None, before_update=None)
-        optimizers = Updater([layer], index, own).optimizers
+        updater = Updater([layer], index, own)
+        optimizers = updater.optimizers
         if not optimizers.all:
             return UpdateFacts()
         optimizers.step()  # they make their state
         begin = watch.mark()
+        updater.squares()
         optimizers.step()
         seconds = watch.seconds([begin, watch.mark()])
         states = [dict(state) for one in optimizers.all for state in one.state.values()]

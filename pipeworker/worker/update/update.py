@@ -92,7 +92,8 @@ class Updater:
     def squares(self) -> list[float]:
         """Return floats whose exact sum is the squared 2-norm of the stage's gradient.
 
-        There is one per parameter, computed in float64; many are condensed to a few.
+        They are computed in float64, one per parameter, or per part of a large one. Many are
+        condensed to a few.
         """
         if self._ties is None:
             found = [p.grad for p in self.parameters]
@@ -102,10 +103,12 @@ class Updater:
         gradients = [gradient for gradient in found if gradient is not None]
         if not gradients:
             return []
-        norms = torch.stack(
-            [torch.linalg.vector_norm(_elements(g), dtype=torch.float64) for g in gradients]
-        )
-        return condensed(norms.square_())
+        norms = [
+            torch.linalg.vector_norm(part, dtype=torch.float64)
+            for gradient in gradients
+            for part in _parts(gradient)
+        ]
+        return condensed(torch.stack(norms).square_())
 
     def apply(self, update: Update) -> None:
         """Scale and clip the gradients, step the optimizer and the scheduler, drop the gradients.
@@ -199,6 +202,16 @@ def _elements(gradient: torch.Tensor) -> torch.Tensor:
     if values.is_sparse:
         values = values.coalesce().values()
     return torch.view_as_real(values) if values.is_complex() else values
+
+
+_PART = 1 << 15
+"""Elements whose norm one thread computes in its cache: torch copies them as float64 on a CPU."""
+
+
+def _parts(gradient: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the elements of a gradient in tensors of which a norm is computed fast."""
+    values = _elements(gradient)
+    return torch.split(values.flatten(), _PART) if values.is_cpu else [values]
 
 
 SHORT = 512

@@ -104,6 +104,21 @@ def test_squares_of_many_parameters_are_a_few_with_the_same_sum() -> None:
     assert math.fsum(one) == math.fsum(each)
 
 
+def test_squares_of_a_large_gradient() -> None:
+    linear = nn.Linear(300, 333, bias=False)
+    linear.weight.grad = torch.randn(300, 333, generator=torch.Generator().manual_seed(0)).t()
+    elements = linear.weight.grad.double().flatten().tolist()
+    threads = torch.get_num_threads()
+    found = []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        found.append(make([linear], sgd, None).squares())
+    torch.set_num_threads(threads)
+    assert found[0] == found[1]  # each part is computed by one thread
+    assert len(found[0]) > 1
+    assert math.fsum(found[0]) == pytest.approx(math.fsum(x * x for x in elements), rel=1e-12)
+
+
 def test_squares_of_low_precision() -> None:
     linear = nn.Linear(100, 1, bias=False).half()
     linear.weight.grad = torch.full((1, 100), 300.0, dtype=torch.float16)
