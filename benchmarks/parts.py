@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +48,19 @@ def pipeworker_step(
     recompute: str,
     *words: str,
     options: tuple[str, ...] = (),
+    look: Callable[[Path], object] = lambda _: None,
 ) -> float:
-    """Return the median seconds of a step of `pipeworker launch`, with further `options`."""
+    """Return the median seconds of a step of `pipeworker launch`, with further `options`.
+
+    `look` is called with the run directory before it is removed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         line = ["-m", "pipeworker", "launch", "--stages", str(stages), "--steps", str(steps)]
         line += ["--microbatches", str(microbatches), "--recompute", recompute, *options]
         python(*line, "--run-dir", str(run_dir), str(job_file), "--", *words)
         rows = [json.loads(row) for row in (run_dir / "metrics.jsonl").open()]
+        look(run_dir)
     return float(statistics.median(row["seconds"] for row in rows[SKIPPED_STEPS:]))
 
 

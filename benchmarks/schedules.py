@@ -5,6 +5,9 @@ long for the gradient of the input and as long for that of the weights, in 2 K l
 a schedule is its simulated makespan with the seconds that a plain process measures for a layer. The
 peer runs its own schedule of that name on the same layers, in turn; medians over the rounds.
 
+"replayed" is the share of the limit with each action as long as it took in the pipeline: several
+workers share a core, and each wakes later there than a plain process does (`replay.py`).
+
 "live" is the largest number of micro-batches that a worker holds, in those of all its layers.
 
     python benchmarks/schedules.py [--rounds 3] [--stages 8] [--microbatches 32] [--no-peer]
@@ -25,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from parts import SKIPPED_STEPS, load_job, pipeworker_step, python
+from replay import add_replayed
 
 from pipeworker.plan.actions import Action, Kind
 from pipeworker.plan.check import check
@@ -57,26 +61,28 @@ def main() -> None:
     k, m = args.stages, args.microbatches
     words = (str(2 * k), str(args.forward / 2), str(args.bytes), str(m))
     print(f"K={k} M={m}, medians of {args.rounds} rounds, seconds a step")
-    print(f"{'schedule':18}   bound    ours  share  live    peer  share  ours/peer")
+    print(f"{'schedule':18}   bound    ours  share  replayed  live    peer  share  ours/peer")
     for name in args.only:
         order = ORDERS[name]
         schedule = order.build(order.place(k), m, ["never"] * (k * order.virtual_stages))
         check(schedule)
         live = max(map(most_live, schedule.workers)) / order.virtual_stages
         bounds, times, peers = [], [], []
+        replayed: list[float] = []
         for _ in range(args.rounds):
             layer = json.loads(python(str(HERE), "layer", *words))
             costs = [seconds * 2 / order.virtual_stages for seconds in layer]
             even = [(each,) * schedule.placement.stages for each in costs]
             bounds.append(simulate(schedule, Costs(even[0], even[1], even[2])).makespan)
             run = partial(pipeworker_step, JOB, k, m, args.steps, "never")
-            times.append(run(*words, options=("--schedule", name)))
+            look = partial(add_replayed, replayed)
+            times.append(run(*words, options=("--schedule", name), look=look))
             refused = name == "dualpipev" and m < 2 * k  # by the peer
             if name in PEERS and not (args.no_peer or refused):
                 peers.append(peer(k, args.steps, m, name, words))
         share = statistics.median(b / t for b, t in zip(bounds, times, strict=True))
         line = f"{name:18} {statistics.median(bounds):7.4f} {statistics.median(times):7.4f}"
-        line += f"  {share:5.3f} {live:5.1f}"
+        line += f"  {share:5.3f}     {statistics.median(replayed):5.3f} {live:5.1f}"
         if peers:
             peer_share = statistics.median(b / t for b, t in zip(bounds, peers, strict=True))
             rate = statistics.median(p / t for p, t in zip(peers, times, strict=True))
