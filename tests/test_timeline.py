@@ -143,8 +143,17 @@ def test_what_the_workers_of_a_running_job_do_is_shown(jobs: Jobs) -> None:
     assert [one["stages"] for one in found["workers"]] == [[0], [1]]
     assert found["doing"] == "stepping"
     assert all(one["step"] > 0 and one["memory_bytes"] > 0 for one in found["workers"])
+    assert all(0 <= one["held"] <= 4 for one in found["workers"])
+    assert found["last"]["step"] > 0
+    assert found["last"]["samples_per_second"] > 0
+
+    def shows_held() -> bool:
+        now = json.loads(jobs.pipeworker("top", str(path), "--json").stdout)
+        return any(one["held"] for one in now["workers"])
+
+    until(shows_held)
     text = jobs.pipeworker("top", str(path)).stdout
-    assert re.search(r"step \d+  loss [\d.e-]+  .* samples/s", text)
+    assert re.search(r"step \d+ done  loss [\d.e-]+  .* samples/s", text)
     assert re.search(r"^worker +stages +does +step", text, re.MULTILINE)
     os.kill(process.pid, signal.SIGINT)
     process.communicate(timeout=60)

@@ -124,6 +124,7 @@ class Roster:
                 "class": member.class_at(member.position),
                 "waits": member.waits,
                 "memory_bytes": member.beat.memory if member.beat else 0,
+                "held": member.beat.held if member.beat else 0,
                 "silent_seconds": round(max(0.0, now - member.last_heard), 1),
             }
             for member in members

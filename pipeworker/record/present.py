@@ -16,6 +16,7 @@ class PresentWorker(msgspec.Struct):
         kind: the class of the layer.
         waits: it waits for another worker or for the coordinator.
         memory_bytes: of its device, or of its process.
+        held: micro-batches that wait on it for their backward, once for each stage.
     """
 
     worker: int
@@ -28,6 +29,7 @@ class PresentWorker(msgspec.Struct):
     layer: int
     waits: bool
     memory_bytes: int
+    held: int
     silent_seconds: float
     kind: str = msgspec.field(name="class", default="")
 

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Console, Group, RenderableType
@@ -40,15 +40,22 @@ def watch(path: Path, *, once: bool) -> None:
     run_dir = RunDir(path.resolve())
     console = Console()
     with Live(console=console, auto_refresh=False, transient=not once) as live:
-        for shown in _views(path, run_dir):
-            live.update(Group(*shown), refresh=True)
+        for moment in _moments(path, run_dir):
+            live.update(Group(_head(moment), _table(moment.now)), refresh=True)
             if once:
                 return
             time.sleep(_EVERY)
     console.print(f"{path}: the job has ended", highlight=False)
 
 
-def _views(path: Path, run_dir: RunDir) -> Iterator[list[RenderableType]]:
+class _Moment(NamedTuple):
+    """The figures of the last steps that have ended, and what the workers do at present."""
+
+    last: dict[str, Any]
+    now: Present
+
+
+def _moments(path: Path, run_dir: RunDir) -> Iterator[_Moment]:
     """Yield what is to be shown, as often as it is asked for, while the job runs."""
     began = time.monotonic()
     if not lock.is_locked(run_dir.lock):
@@ -69,43 +76,60 @@ def _views(path: Path, run_dir: RunDir) -> Iterator[list[RenderableType]]:
         except OSError as error:
             raise RecordError(error.filename or path, error) from None
         began = time.monotonic()
-        yield [*_head(run_dir, now), _table(now)]
+        yield _Moment(_recent(run_dir), now)
 
 
-def _head(run_dir: RunDir, now: Present) -> Iterator[RenderableType]:
+def _recent(run_dir: RunDir) -> dict[str, Any]:
+    """Return the last step that has ended, and the rate of the last few; empty before the first."""
     try:
         recent = list(itertools.islice(rows.reversed_rows(run_dir.metrics), _RECENT))
     except OSError as error:
         raise UnreadableFile(run_dir.metrics, error) from None
+    if not recent:
+        return {}
+    medians = {
+        name: statistics.median(float(row.get(name) or 0) for row in recent)
+        for name in ("samples_per_second", "seconds")
+    }
+    return {"step": recent[0].get("step"), "loss": recent[0].get("loss"), **medians}
+
+
+def _head(moment: _Moment) -> RenderableType:
+    last, now = moment.last, moment.now
     parts: list[str] = []
-    if recent:
-        rate = statistics.median(float(row.get("samples_per_second") or 0) for row in recent)
-        seconds = statistics.median(float(row.get("seconds") or 0) for row in recent)
+    if last:
         parts = [
-            f"step {recent[0].get('step')}",
-            f"loss {number(float(recent[0].get('loss') or 0))}",
-            f"{rate_text(rate)} samples/s",
-            f"{seconds_text(seconds)} a step",
+            f"step {last['step']} done",
+            f"loss {number(float('nan' if last['loss'] is None else last['loss']))}",
+            f"{rate_text(last['samples_per_second'])} samples/s",
+            f"{seconds_text(last['seconds'])} a step",
         ]
     losses = f"losses of workers: {now.restarts}"
-    yield Text(sanitize("  ".join([*parts, now.doing, losses])), no_wrap=True, overflow="ellipsis")
+    return Text(sanitize("  ".join([*parts, now.doing, losses])), no_wrap=True, overflow="ellipsis")
+
+
+_COLUMNS = "worker", "replica", "stages", "does", "step", "micro-batch", "layer", "held", "memory"
+_RIGHT = ("step", "micro-batch", "held", "memory")
 
 
 def _table(now: Present) -> Table:
+    several = any(one.replica for one in now.workers)
     table = Table.grid(padding=(0, 2, 0, 0))
-    names = ("worker", "stages", "does", "step", "micro-batch", "layer", "memory", "host", "")
+    names = [name for name in (*_COLUMNS, "host", "") if several or name != "replica"]
     for name in names:
-        table.add_column(justify="right" if name in ("step", "micro-batch", "memory") else "left")
+        table.add_column(justify="right" if name in _RIGHT else "left")
     table.add_row(*names, style="bold")
     for one in now.workers:
         layer = f"{one.layer} {one.kind}".strip() if one.layer >= 0 else ""
         silent = one.silent_seconds > _STALE
         cells = (
             str(one.worker),
+            *([str(one.replica)] if several else []),
             ", ".join(map(str, one.stages)),
             "waits" if one.waits else one.phase,
             *(str(number) if number >= 0 else "" for number in (one.step, one.microbatch)),
             layer,
+            str(one.held),
             data_size(one.memory_bytes) if one.memory_bytes else "",
             one.host,
             f"silent for {duration(one.silent_seconds)}" if silent else "",
@@ -116,7 +140,6 @@ def _table(now: Present) -> Table:
 
 def snapshot(path: Path) -> dict[str, Any]:
     """Return what the workers of a running job do at present; raises as :func:`watch`."""
-    run_dir = RunDir(path.resolve())
-    next(_views(path, run_dir))
-    found: dict[str, Any] = msgspec.to_builtins(present.read(run_dir))
-    return found
+    moment = next(_moments(path, RunDir(path.resolve())))
+    now: dict[str, Any] = msgspec.to_builtins(moment.now)
+    return {**now, "last": moment.last}

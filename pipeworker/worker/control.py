@@ -85,8 +85,9 @@ class Control:
         self.ended: Abort | None = None
         self.silence_timeout: float | None = None
         self.memory: Callable[[], int] = lambda: 0
+        self.held: Callable[[], int] = lambda: 0
         self.clock = BestSamples()
-        self._memory = 0  # as of the last regular heartbeat: others are sent often
+        self._memory = self._held = 0  # as of the last regular heartbeat: others are sent often
         self._stream = ReliableStream()
         self._acknowledged = 0  # messages of the coordinator
         self._finished = False  # whether the coordinator expects nothing more of this worker
@@ -229,7 +230,7 @@ class Control:
                 connection.open_second()
             if now >= next_heartbeat:
                 next_heartbeat = now + self._timings.heartbeat
-                self._memory = self.memory()
+                self._memory, self._held = self.memory(), self.held()
                 if lost_at is None:
                     self._send_heartbeat()
         # The coordinator waits for the acknowledgement of its last message, if for anything.
@@ -286,6 +287,7 @@ class Control:
                 resend,
                 tracker.waiting,
                 self._memory,
+                self._held,
                 *tracker.counts,
                 time=time.perf_counter(),
             )

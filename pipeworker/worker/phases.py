@@ -219,6 +219,7 @@ class ConnectedWorker(PlannedWorker):
             announce=loaded.announce,
         )
         executor = Executor(wiring, role.placement, feed, _ring(loaded))
+        loaded.control.held = lambda: executor.held
         evaluation = parse_actions(plan.evaluation)
         recorder = _recorder(loaded)
         return ConnectedWorker(loaded, stages, state, wiring, executor, evaluation, recorder)

@@ -39,6 +39,7 @@ class Heartbeat:
         resend: whether it requests the messages that it has not received.
         waiting: whether it waits for another worker or for a command.
         memory: bytes that it uses, of its accelerator or of its process; 0 if unknown.
+        held: micro-batches that wait on it for their backward, once for each stage.
         evaluated: mini-batches of an evaluation set that it has read in the present pass.
         evaluation_length: mini-batches of that set, 0 if unknown.
         time: when it was sent, by the worker's clock.
@@ -51,13 +52,14 @@ class Heartbeat:
     resend: bool = False
     waiting: bool = False
     memory: int = 0
+    held: int = 0
     evaluated: int = 0
     evaluation_length: int = 0
     time: float = 0.0
 
     def __post_init__(self) -> None:
         check(min(self.sent, self.received) >= 0, "a negative number of messages")
-        check(self.memory >= 0, f"{self.memory} bytes of memory")
+        check(min(self.memory, self.held) >= 0, f"{self.memory} bytes, {self.held} micro-batches")
         least = min(self.evaluated, self.evaluation_length)
         check(least >= 0, "a negative number of mini-batches")
 

@@ -16,6 +16,7 @@ from pipeworker.plan.actions import (
     INPUTS,
     RECEIVES,
     SENDS,
+    WEIGHTS,
     Action,
     Edge,
     Kind,
@@ -191,6 +192,17 @@ class Executor:
         self._labels = False
         self._step = 0
         self.feed = feed
+
+    @property
+    def held(self) -> int:
+        """Micro-batches that wait here for their backward, once for each stage. For any thread."""
+        times, program = self._ring.unfinished(), self._program
+        if times is None or times.program != program.number:
+            return 0
+        trained = {action.stage for action in program.actions if action.kind in WEIGHTS}
+        done = program.actions[: len(times.times) // 2]
+        begun = sum(a.kind is Kind.FORWARD and a.stage in trained for a in done)
+        return begun - sum(action.kind in WEIGHTS for action in done)
 
     def set_actions(self, actions: Sequence[Action]) -> int:
         """Run these actions from the next step on; return the number of their program."""
