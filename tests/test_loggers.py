@@ -67,6 +67,10 @@ def test_mlflow_in_a_folder(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None
     assert (run / "tags" / "pipeworker.checkpoint").read_text().endswith("step-00000006")
     assert (run / "params" / "microbatches").read_text() == "4"
     assert "status: 3" in (run / "meta.yaml").read_text()  # finished
+    fails = jobs.write(JOB + EVALUATION + "\n    def loss(*_):\n        raise ValueError\n")
+    words = ("launch", *WORDS, "--steps", "8", "--run-dir", "run", "--resume", str(fails))
+    assert jobs.pipeworker(*words).returncode == 1
+    assert "status: 4" in (run / "meta.yaml").read_text()  # failed
 
 
 def figures(port: int) -> dict[str, list[tuple[dict[str, str], float]]]:

@@ -66,6 +66,7 @@ def test_every_action_of_every_step_is_recorded_with_trace(jobs: Jobs) -> None:
         assert names.count(SAVE) == 1
 
 
+ROOT = Path(__file__).parents[1]
 SLEEPING = """
     import time
 
@@ -145,6 +146,8 @@ def test_what_the_workers_of_a_running_job_do_is_shown(jobs: Jobs) -> None:
     assert all(one["step"] > 0 and one["memory_bytes"] > 0 for one in found["workers"])
     assert all(0 <= one["held"] <= 4 for one in found["workers"])
     assert found["last"]["step"] > 0
+    page = (ROOT / "docs" / "schema.md").read_text().partition("## `top`")[2]
+    assert {*found, *found["last"], *found["workers"][0]} <= {*re.findall(r"`(\w+)`", page)}
     assert found["last"]["samples_per_second"] > 0
 
     def shows_held() -> bool:

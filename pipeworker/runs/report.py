@@ -24,6 +24,8 @@ from pipeworker.runs.info import recent_rows, speeds_of
 from pipeworker.trace.advice import Advice, advise, measured_facts
 from pipeworker.trace.causes import (
     CAUSES,
+    COORDINATOR,
+    OTHER,
     PARTS,
     Breakdown,
     MiniBatch,
@@ -36,6 +38,9 @@ from pipeworker.trace.causes import (
 )
 from pipeworker.trace.clocks import aligned
 from pipeworker.trace.timeline import WorkerLife, read_timeline
+
+NOTHING = "it has no recorded steps that all of its workers have finished"
+"""The problem with a run that has no report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,39 +106,41 @@ def report(path: Path, other: Path | None = None, *, as_json: bool = False) -> s
     Raises:
         UsageError: there is no run, it has no recorded steps, or a file of it cannot be read.
     """
-    made = read(path)
+    made = _read(path)
     if other is None:
         return json.dumps(_facts(made), indent=2) if as_json else "\n".join(_text(made))
-    pair = made, read(other)
+    pair = made, _read(other)
     if as_json:
         return json.dumps({"runs": [_facts(one) for one in pair]}, indent=2)
     return "\n".join(_difference((path, other), pair))
 
 
-def read(path: Path) -> Report:
-    """Return the report of the run in a directory; raises as :func:`report`."""
+def _read(path: Path) -> Report:
+    made = read(path)
+    if made is None:
+        raise UsageError(f"{path}: {NOTHING}")
+    return made
+
+
+def read(path: Path) -> Report | None:
+    """Return the report of the run in a directory; None if it has no recorded steps.
+
+    Raises:
+        UsageError: there is no run, or a file of it cannot be read.
+    """
     run_dir = RunDir(path)
     record = RunRecord.read(run_dir)
     try:
         lives = aligned(read_timeline(run_dir).lives)
     except OSError as error:
         raise UnreadableFile(path, error) from None
-    made = of_run(run_dir, record, lives)
-    if made is None:
-        raise UsageError(f"{path}: it has no recorded steps that all of its workers have finished")
-    return made
+    return _of_run(run_dir, record, lives)
 
 
-def of_run(run_dir: RunDir, record: RunRecord, lives: Sequence[WorkerLife]) -> Report | None:
-    """Return the report of a run; None if no step is recorded by all of its workers.
-
-    Raises:
-        UsageError: ``plan.json`` is no plan.
-    """
+def _of_run(run_dir: RunDir, record: RunRecord, lives: Sequence[WorkerLife]) -> Report | None:
     recorded = _warm(list(mini_batches(lives)))
     if not recorded:
         return None
-    found = breakdown(lives, recorded)
     schedule = schedule_of(recorded[-1])
     file = planned_from(run_dir)
     ranges, facts, balance = file.ranges, file.facts, file.balance
@@ -141,6 +148,8 @@ def of_run(run_dir: RunDir, record: RunRecord, lives: Sequence[WorkerLife]) -> R
         options = Options.of(record.options)
     except UsageError as error:
         raise UnreadableFile(run_dir.run, error) from None
+    # Between the steps of a user's own loop is what the user does there.
+    found = breakdown(lives, recorded, OTHER if options.own_loop else COORDINATOR)
     request = request_of(options)
     try:
         rates = Rates.of(run_dir, facts, options)
@@ -212,7 +221,8 @@ def _facts(made: Report) -> dict[str, Any]:
 
 def _worker(time: WorkerTime) -> dict[str, Any]:
     parts = {part: getattr(time, part) for part in PARTS}
-    return {"worker": time.worker, "stages": list(time.stages), **parts, "idle": dict(time.idle)}
+    stages, idle = list(time.stages), dict(time.idle)
+    return {"worker": time.worker, "replica": time.replica, "stages": stages, **parts, "idle": idle}
 
 
 def _text(made: Report) -> Iterator[str]:

@@ -28,7 +28,7 @@ from pipeworker.record.rundir import RunDir
 from pipeworker.runs import report
 from pipeworker.runs.info import Run, time_of
 from pipeworker.runs.listing import time_text
-from pipeworker.runs.report import Report
+from pipeworker.runs.report import NOTHING, Report
 from pipeworker.trace.causes import MiniBatch
 from pipeworker.trace.recorder import UPDATE
 from pipeworker.trace.timeline import WorkerLife
@@ -50,7 +50,7 @@ def write_page(path: Path, output: Path) -> str:
     """Write the page of a run; describe what was written.
 
     Raises:
-        UsageError: there is no run, it has no recorded steps, or a file of it cannot be read.
+        UsageError: there is no run, or a file of it cannot be read.
         RecordError: the page cannot be written.
     """
     if output.exists() and output.suffix not in (".html", ".htm"):
@@ -64,28 +64,33 @@ def write_page(path: Path, output: Path) -> str:
     return f"{output}: the report of {path}, for a browser; it loads nothing else"
 
 
-def _view(run: Run, made: Report) -> ReportView:
+def _view(run: Run, made: Report | None) -> ReportView:
     run_dir = RunDir(run.path)
     try:
         steps = _columns(rows.read(run_dir.metrics))
         evaluations = list(rows.read(run_dir.evaluation))
     except OSError as error:
         raise UnreadableFile(run.path, error) from None
+    title, drawn = sanitize(run.path.resolve().name), list(_curves(steps, evaluations))
+    figures, happened = list(_figures(run, made)), list(_happened(run, run_dir, made))
+    if made is None:
+        nothing = sanitize(f"{run.path}: {NOTHING}")
+        return ReportView(title, nothing, figures, drawn, [], [], None, [], None, None, happened)
     lives = made.recorded[-1].lives
     labels = [_label(life) for life in lives]
     chosen = list(_chosen(made.recorded))
     return ReportView(
-        sanitize(run.path.resolve().name),
+        title,
         made.advice.text,
-        list(_figures(run, made)),
-        list(_curves(steps, evaluations)),
+        figures,
+        drawn,
         labels,
         [_step(title, one) for title, one in chosen],
         _planned(made.plan, len(lives)) if made.plan else None,
         list(_memory(chosen[0][1], labels, made.plan)),
         made.found,
         made.planned,
-        list(_happened(run, run_dir, made)),
+        happened,
     )
 
 
@@ -95,7 +100,7 @@ def _label(life: WorkerLife) -> str:
     return f"worker {life.rank}: {stages}{replica}"
 
 
-def _figures(run: Run, made: Report) -> Iterator[tuple[str, str]]:
+def _figures(run: Run, made: Report | None) -> Iterator[tuple[str, str]]:
     asked = f" of {run.asked_steps:,}" if run.asked_steps else ""
     yield "status", run.status
     yield "steps", f"{run.steps:,}{asked}"
@@ -103,21 +108,26 @@ def _figures(run: Run, made: Report) -> Iterator[tuple[str, str]]:
         yield "loss", _text(run.last.get("loss"))
     if run.best_value is not None:
         yield f"best {run.record.criterion.name}", number(run.best_value)
-    yield "a step", seconds_text(made.found.seconds / len(made.found.steps))
-    rates = made.rates
+    if made is not None:
+        yield from _speeds(made)
+    seconds = run.summary["seconds"]
+    if seconds is not None:
+        yield "time", time_text(seconds)
+    yield "losses of workers", str(run.summary["restarts"])
+
+
+def _speeds(made: Report) -> Iterator[tuple[str, str]]:
+    found, rates = made.found, made.rates
+    yield "a step", seconds_text(found.seconds / len(found.steps))
     for speed, unit in ((rates.samples, "samples/s"), (rates.tokens, "tokens/s")):
         if speed:
             yield unit, rate_text(speed)
     if rates.flops:
         share = f", {rates.peak:.0%} of the peak" if rates.peak else ""
         yield "model", f"{flops_text(rates.flops)}{share}"
-    if made.found.seconds > 0:
-        computing = sum(time.computing for time in made.found.workers)
-        yield "idle", f"{1 - computing / made.found.seconds / len(made.found.workers):.1%}"
-    seconds = run.summary["seconds"]
-    if seconds is not None:
-        yield "time", time_text(seconds)
-    yield "losses of workers", str(run.summary["restarts"])
+    if found.seconds > 0:
+        computing = sum(time.computing for time in found.workers)
+        yield "idle", f"{1 - computing / found.seconds / len(found.workers):.1%}"
 
 
 def _text(value: Any) -> str:
@@ -214,7 +224,7 @@ def _memory(one: MiniBatch, labels: Sequence[str], plan: Planned | None) -> Iter
         yield MemoryView(labels[place], times, command.memory, predicted, limit)
 
 
-def _happened(run: Run, run_dir: RunDir, made: Report) -> Iterator[tuple[str, str]]:
+def _happened(run: Run, run_dir: RunDir, made: Report | None) -> Iterator[tuple[str, str]]:
     found: list[tuple[float, str]] = []
 
     def note(when: datetime | None, text: str) -> None:
@@ -231,14 +241,16 @@ def _happened(run: Run, run_dir: RunDir, made: Report) -> Iterator[tuple[str, st
         with suppress(FileNotFoundError):  # the run may be running, and keep only some of them
             when = datetime.fromtimestamp(path.stat().st_mtime).astimezone()
             note(when, f"checkpoint {path.name}{figures}")
-    causes = run.summary["causes"]
     starts: dict[int, float] = {}
-    for one in made.recorded:
+    for one in made.recorded if made else ():
         for life in one.lives:
             starts.setdefault(life.generation, life.time)
-    for generation, cause in enumerate(causes, 2):
-        found.append((starts.get(generation, 0.0), sanitize(f"recovered: {cause}")))
-    found += _warnings(run_dir)
+    warnings = list(_warnings(run_dir))
+    for generation, cause in enumerate(run.summary["causes"], 2):
+        # The job has warned of it when it continued, unless it never did.
+        if not any(cause in text for _, text in warnings):
+            found.append((starts.get(generation, 0.0), sanitize(f"lost: {cause}")))
+    found += [(at, sanitize(f"warning: {text}")) for at, text in warnings]
     for seconds, text in sorted(found):
         moment = datetime.fromtimestamp(seconds).astimezone()
         yield moment.strftime("%Y-%m-%d %H:%M:%S") if seconds else "", text
@@ -259,4 +271,4 @@ def _warnings(run_dir: RunDir) -> Iterator[tuple[float, str]]:
         if found := _WARNING.fullmatch(line):
             with suppress(ValueError, OverflowError):  # no time that a log has
                 when = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S").astimezone()
-                yield when.timestamp(), sanitize(f"warning: {found[2]}")
+                yield when.timestamp(), found[2]

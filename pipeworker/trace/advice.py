@@ -17,7 +17,7 @@ from pipeworker.plan.planner.choices import PlanRequest, fits, plan_request
 from pipeworker.plan.planner.costs import LayerCosts, Range, speeds
 from pipeworker.plan.simulate import Costs
 from pipeworker.plan.text import is_text
-from pipeworker.trace.causes import DATA, Breakdown
+from pipeworker.trace.causes import DATA, FILL_DRAIN, Breakdown
 
 LEAST = 1.02
 """The least gain that is worth a change."""
@@ -87,7 +87,9 @@ def advise(
     """
     took = found.seconds / max(1, steps)
     now = _plan(facts, replace(request, balance=tuple(balance)))
-    candidates = [] if now is None else [*_replanned(facts, request, now, took)]
+    lost = sum(time.idle[FILL_DRAIN] for time in found.workers) / len(found.workers)
+    share = lost / found.seconds if found.seconds > 0 else 0.0
+    candidates = [] if now is None else [*_replanned(facts, request, now, took, share)]
     data = max(time.idle[DATA] for time in found.workers) / max(1, steps)  # of one that reads
     if took > data > 0:
         gain = took / (took - data)
@@ -103,8 +105,10 @@ def advise(
 
 
 def _replanned(
-    facts: NetworkFacts, request: PlanRequest, now: Planned, took: float
+    facts: NetworkFacts, request: PlanRequest, now: Planned, took: float, lost: float
 ) -> Iterator[Advice]:
+    """Yield other plans; a step took some seconds, and fill and drain a share of these."""
+
     def gain(planned: Planned) -> float:
         saved = min(now.step_seconds - planned.step_seconds, 0.99 * took)
         return took / (took - saved)
@@ -125,7 +129,7 @@ def _replanned(
             option = f"--schedule {name}"
             faster = gain(planned)
             text = (
-                f"the schedule leaves workers idle for {now.timing.bubble:.0%} of a step: "
+                f"fill and drain of the schedule take {lost:.0%} of a step: "
                 f"{option} would give {faster:.2f} times the rate"
             )
             yield Advice(text, option, faster)

@@ -36,11 +36,13 @@ class WorkerTime:
     """The seconds of a worker, which add up to those of the steps.
 
     Attributes:
+        worker: its rank.
         idle: seconds by cause.
     """
 
     worker: int
     stages: tuple[int, ...]
+    replica: int = 0
     forward: float = 0.0
     recompute: float = 0.0
     backward: float = 0.0
@@ -138,8 +140,13 @@ def _are_all(members: Sequence[WorkerLife]) -> bool:
     return all(whole) and len({len(stages) for stages in held.values()}) == 1
 
 
-def breakdown(lives: Sequence[WorkerLife], chosen: Sequence[MiniBatch]) -> Breakdown:
-    """Return where the time of some of the mini-batches went that are recorded."""
+def breakdown(
+    lives: Sequence[WorkerLife], chosen: Sequence[MiniBatch], between: str = COORDINATOR
+) -> Breakdown:
+    """Return where the time of some of the mini-batches went that are recorded.
+
+    `between` is the cause of the time between two commands.
+    """
     explained = _Explained(chosen)
     workers: dict[int, WorkerTime] = {}
     total = 0.0
@@ -148,8 +155,11 @@ def breakdown(lives: Sequence[WorkerLife], chosen: Sequence[MiniBatch]) -> Break
         sent = _sent(one)
         last = max(command.answered or 0.0 for command in one.commands)
         for place, (life, command) in enumerate(zip(one.lives, one.commands, strict=True)):
-            time = workers.setdefault(life.rank, WorkerTime(life.rank, life.stages))
+            time = workers.setdefault(life.rank, WorkerTime(life.rank, life.stages, life.replica))
             known, waited = _measured(time, one, command, sent[life.replica], last)
+            outside = command.received - one.begin + max(0.0, one.end - last)
+            time.idle[between] += outside
+            known += outside
             schedule, imbalance = explained.idle(one, place)
             fill = min(waited, schedule)
             rest = min(waited - fill, imbalance)
@@ -185,7 +195,7 @@ def _measured(
 ) -> tuple[float, float]:
     """Add what a worker did in a mini-batch, the last worker of which had finished at `last`.
 
-    Return the seconds that are explained, and those that it waited for other workers.
+    Return the seconds that are explained so far, and those that it waited for other workers.
     """
     idle, waited, known = time.idle, 0.0, 0.0
     for name, begin, end in command.spans:
@@ -216,9 +226,7 @@ def _measured(
         else:
             known -= took
     waited += max(0.0, last - (command.answered or last))
-    coordinator = command.received - one.begin + max(0.0, one.end - last)
-    idle[COORDINATOR] += coordinator
-    return known + coordinator, waited
+    return known, waited
 
 
 class _Explained:

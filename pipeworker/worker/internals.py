@@ -126,7 +126,7 @@ def storage_uses(tensor: torch.Tensor) -> int:
 
 
 def observing(
-    observe: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None],
+    observe: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], object],
 ) -> AbstractContextManager[Any]:
     """Return a context in which each operation of torch, with what it made, is observed."""
 

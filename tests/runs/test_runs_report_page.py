@@ -18,6 +18,7 @@ from pipeworker.plan.simulate import Costs
 from pipeworker.record import run_record
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs.report_page import write_page
+from pipeworker.wire.lines import Verdict
 from support.browser import BROWSER, Browser
 from support.orders import build
 from support.slow import slow
@@ -66,6 +67,21 @@ def written(run: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_long_run_has_a_small_page(written: Path) -> None:
     assert written.stat().st_size < 1 << 20
+
+
+def test_a_run_without_recorded_steps_has_a_page(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "short")
+    run_dir.path.mkdir()
+    options = Options(str(run_dir.path / "job.py"), 2, 4)
+    run_record.write(run_dir, asdict(options), {"host": "here", "pid": 1, "started": "2026-11-26"})
+    verdict = Verdict("failed", 1, 0, 1.5, (0, 0), 0.0, "stage 1: no <layer>", ("stage 0 is lost",))
+    run_record.write_summary(run_dir, verdict, 2)
+    write_page(run_dir.path, tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert "no recorded steps" in text
+    assert "failed: stage 1: no &lt;layer&gt;, after 0 steps" in text
+    assert "lost: stage 0 is lost" in text
+    assert "<canvas" not in text
 
 
 @pytest.fixture

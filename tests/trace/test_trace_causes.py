@@ -66,6 +66,17 @@ def test_the_parts_of_every_worker_add_up_to_the_time_of_the_steps(
         assert time.idle[OTHER] >= 2 * BEFORE - 1e-6
 
 
+def test_the_time_between_commands_has_the_cause_that_the_caller_gives() -> None:
+    order = ORDERS["gpipe"]
+    schedule = order.build(order.place(2), 4, ["never"] * 2)
+    lives = lives_of(schedule, Costs.even(2, 0.01, 0.02), late=LATE)
+    found = breakdown(lives, list(mini_batches(lives)), OTHER)
+    for time in found.workers:
+        assert time.idle[COORDINATOR] == 0
+        assert time.idle[OTHER] == pytest.approx(2 * (LATE + BEFORE))
+        assert total(time) == pytest.approx(found.seconds)
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 def test_with_even_stages_only_the_schedule_is_to_blame(name: str) -> None:
     order = ORDERS[name]

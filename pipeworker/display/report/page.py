@@ -75,10 +75,11 @@ def _body(view: ReportView) -> Iterator[str]:
         for curve in view.curves:
             yield f'<figure class="curve">{curve.svg()}<figcaption></figcaption></figure>'
         yield "</div>"
-    yield "<h2>A step, to scale</h2>"
-    yield from _timeline(view)
-    yield "<h2>Where the time went</h2>"
-    yield from _shares(view.found, view.workers)
+    if view.found is not None:
+        yield "<h2>A step, to scale</h2>"
+        yield from _timeline(view)
+        yield "<h2>Where the time went</h2>"
+        yield from _shares(view.found, view.workers)
     if view.foreseen is not None:
         yield "<h2>Where it goes as planned</h2>"
         yield from _shares(view.foreseen, view.workers)
@@ -119,9 +120,9 @@ def _timeline(view: ReportView) -> Iterator[str]:
     yield '<output id="what" aria-live="polite"></output>'
     used = {_key(box.kind) for step in _steps(view) for row in step.rows for box in row}
     yield '<ul class="legend">'
-    for kind, (name, colour, *_) in _KINDS.items():
+    for kind, (name, colour, _, pattern, mark) in _KINDS.items():
         if kind in used:
-            yield f"<li>{_swatch(colour)}{escape(name)}</li>"
+            yield f"<li>{_swatch(colour, pattern, mark)}{escape(name)}</li>"
     yield "</ul>"
 
 
@@ -133,10 +134,19 @@ def _key(kind: Kind | str) -> Kind | str:
     return kind if kind in _KINDS else "other"
 
 
-def _swatch(colour: str) -> str:
+_MARKS = {
+    "": "",
+    "stripes": '<path d="M-7 14L7 0M0 14L14 0M7 14L21 0" stroke="{}" stroke-width="2"/>',
+    "dots": '<path d="M3.5 3.5h0M10.5 3.5h0M3.5 10.5h0M10.5 10.5h0" stroke="{}" stroke-width="3" '
+    'stroke-linecap="round"/>',
+}
+"""Patterns of swatches, which the script repeats on the timeline."""
+
+
+def _swatch(colour: str, pattern: str = "", mark: str = "") -> str:
     return (
         '<svg width="14" height="14" aria-hidden="true">'
-        f'<rect width="14" height="14" fill="{colour}"/></svg>'
+        f'<rect width="14" height="14" fill="{colour}"/>{_MARKS[pattern].format(mark)}</svg>'
     )
 
 

@@ -69,7 +69,8 @@ class ReportView:
         workers: labels of the workers, by rank.
         steps: recorded steps, the most usual one first.
         planned: the step that the plan predicts; None without a plan.
-        found, foreseen: where the time went, and where it goes as planned.
+        found, foreseen: where the time went, and where it goes as planned; None if no step is
+            recorded, or without a plan.
         happened: when, and what, in order of time.
     """
 
@@ -81,6 +82,6 @@ class ReportView:
     steps: Sequence[StepView]
     planned: StepView | None
     memory: Sequence[MemoryView]
-    found: Breakdown
+    found: Breakdown | None
     foreseen: Breakdown | None
     happened: Sequence[tuple[str, str]]

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from pipeworker.record.metrics.rows import Row
 from pipeworker.record.run_record import RunRecord
-from pipeworker.worker.loggers.identity import EVALUATION, identity
+from pipeworker.worker.loggers.identity import EVALUATION, identity, status
 
 _TAG = "pipeworker.run"
+_STATUS = {"done": "FINISHED", "interrupted": "KILLED"}
 _CHECKPOINT = "pipeworker.checkpoint"
 
 
@@ -25,7 +26,7 @@ class MLflow:
     def __init__(self, experiment: str, record: RunRecord) -> None:
         import mlflow
 
-        self._mlflow, own = mlflow, identity(record)
+        self._mlflow, self._record, own = mlflow, record, identity(record)
         found = mlflow.set_experiment(experiment)
         earlier = mlflow.search_runs(
             [found.experiment_id],
@@ -57,5 +58,5 @@ class MLflow:
         self._mlflow.log_metrics(found, step=row["step"])
 
     def close(self) -> None:
-        """End the run of MLflow."""
-        self._mlflow.end_run()
+        """End the run of MLflow, as finished, killed or failed."""
+        self._mlflow.end_run(_STATUS.get(status(self._record), "FAILED"))

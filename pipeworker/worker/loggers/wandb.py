@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeworker.record.metrics.rows import Row
 from pipeworker.record.run_record import RunRecord
-from pipeworker.worker.loggers.identity import EVALUATION, identity
+from pipeworker.worker.loggers.identity import EVALUATION, identity, status
 
 
 class Wandb:
@@ -19,6 +19,7 @@ class Wandb:
     def __init__(self, project: str, record: RunRecord) -> None:
         import wandb
 
+        self._record = record
         self._run = wandb.init(
             project=project,
             name=record.run_dir.path.name,
@@ -36,5 +37,5 @@ class Wandb:
         self._run.log(found, step=row["step"])
 
     def close(self) -> None:
-        """End the run of wandb, when everything is sent."""
-        self._run.finish()
+        """End the run of wandb, as failed if the job failed, when everything is sent."""
+        self._run.finish(exit_code=int(status(self._record) not in ("done", "interrupted")))

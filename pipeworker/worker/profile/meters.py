@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
+from typing_extensions import Self
 
 from pipeworker.worker.device.device import EventStopwatch, Stopwatch, stopwatch_for
 from pipeworker.worker.internals import observing, pytree, storage_key
@@ -76,21 +77,45 @@ def stopwatch_of_layers(device: torch.device) -> Iterator[Stopwatch]:
         own.close()
 
 
-class Operations:
+class Flops:
+    """Counts, inside the context, floating-point operations as torch's flop counter does.
+
+    Attributes:
+        count: operations so far.
+    """
+
+    def __init__(self) -> None:
+        self._observer = observing(self._observe)
+        self.count = 0
+
+    def __enter__(self) -> Self:
+        self._observer.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._observer.__exit__(*error)
+
+    def _observe(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], made: Any) -> bool:
+        """Count an operation; return whether torch's counter knows it."""
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            self.count += int(formula(*args, **named, out_val=made))
+        return formula is not None
+
+
+class Operations(Flops):
     """Counts, inside the context, operations and the bytes of the tensors that they make.
 
     An operation is one multiplication or addition of torch's flop counter, or else one element of
     the result.
 
     Attributes:
-        count: operations so far.
         live: bytes of the tensors that exist now.
         peak: the most bytes that have existed at once since :meth:`restart`.
     """
 
     def __init__(self) -> None:
-        self._observer = observing(self._observe)
-        self.count = 0
+        super().__init__()
         self.live = self.peak = 0
         self._storages: dict[int, Any] = {}
 
@@ -104,22 +129,14 @@ class Operations:
         self.peak = self.live
         return self.live
 
-    def __enter__(self) -> Operations:
-        self._observer.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._observer.__exit__(*error)
-
-    def _observe(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], made: Any) -> None:
+    def _observe(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], made: Any) -> bool:
         tensors = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)]
-        formula = flop_registry.get(func.overloadpacket)
-        if formula is not None:
-            self.count += int(formula(*args, **named, out_val=made))
-        elif not func.is_view:
+        known = super()._observe(func, args, named, made)
+        if not known and not func.is_view:
             self.count += sum(tensor.numel() for tensor in tensors)
         for tensor in tensors:
             self._add(tensor)
+        return known
 
     def _add(self, tensor: torch.Tensor) -> None:
         key, storage = storage_key(tensor), tensor.untyped_storage()
@@ -134,30 +151,6 @@ class Operations:
         self._storages[key] = weakref.ref(storage, freed)
         self.live += size
         self.peak = max(self.peak, self.live)
-
-
-class Flops:
-    """Counts, inside the context, floating-point operations as torch's flop counter does.
-
-    Attributes:
-        count: operations so far.
-    """
-
-    def __init__(self) -> None:
-        self._observer = observing(self._observe)
-        self.count = 0
-
-    def __enter__(self) -> Flops:
-        self._observer.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._observer.__exit__(*error)
-
-    def _observe(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], made: Any) -> None:
-        formula = flop_registry.get(func.overloadpacket)
-        if formula is not None:
-            self.count += int(formula(*args, **named, out_val=made))
 
 
 class OperationCounter(Stopwatch):
