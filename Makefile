@@ -4,6 +4,7 @@
 # Python of this host, with the lowest and the newest torch. `make soak` trains for half an hour under
 # faults that a job recovers from; `make chaos` injects hundreds of faults; `make fuzz` draws jobs and
 # faults from seeds; `make schedules` runs resume, recovery, replicas and torchrun under every schedule.
+# `make papers` makes benchmarks/papers.md, in about half an hour; TABLES=throughput only that table.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 # Tests wait at times, so run two processes more than there are cores, up to four.
 PROCESSES := $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 2)); echo $$((n < 4 ? n : 4)))
 
-.PHONY: demo test test-all check docs soak chaos fuzz schedules clean
+.PHONY: demo test test-all check docs soak chaos fuzz schedules papers clean
 
 demo: $(VENV)/.run
 	run=runs/demo-$$(date +%Y%m%d-%H%M%S) && \
@@ -37,6 +38,9 @@ check: $(VENV)/.test
 
 docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs site
+
+papers: $(VENV)/.run
+	cd benchmarks && ../$(BIN)/python -m papers $(TABLES)
 
 soak: $(VENV)/.test
 	SOAK_SECONDS=1800 $(BIN)/python -m pytest --run-slow --cold --capture no tests/test_soak.py

@@ -7,7 +7,8 @@
 By default a small version learns the bytes of Python's help texts; the second command has the one
 of GPipe's table 2 (Huang et al. 2019, 1811.06965). Its layers are those of Vaswani et al. 2017
 (1706.03762), each normalised before it, with sines for positions: 50.36 million parameters a layer,
-and two matrices of 32,000 words, which are not tied. Texts of more than 256 words are random.
+and two matrices of 32,000 words, which are not tied. A stage may end between the halves of a layer.
+Texts of more than 256 words are random.
 """
 
 import argparse
@@ -42,30 +43,39 @@ class Embed(nn.Module):
         return self.words(x) + torch.cat([angles.sin(), angles.cos()], 1)
 
 
-class Layer(nn.Module):
-    """Causal attention and a feed-forward part: (batch, time, width) to the same."""
+class Attention(nn.Module):
+    """The first half of a layer, causal attention: (batch, time, width) to the same."""
 
     def __init__(self):
         super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(args.width) for _ in range(2)])
+        self.norm = nn.LayerNorm(args.width)
         self.inputs = nn.Linear(args.width, 3 * args.width)
         self.outputs = nn.Linear(args.width, args.width)
-        self.up, self.down = (
-            nn.Linear(args.width, args.inner),
-            nn.Linear(args.inner, args.width),
-        )
 
     def forward(self, x):
         batch, time, width = x.shape
-        parts = self.inputs(self.norms[0](x)).view(batch, time, 3, args.heads, -1)
+        parts = self.inputs(self.norm(x)).view(batch, time, 3, args.heads, -1)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.outputs(seen.transpose(1, 2).reshape(batch, time, width))
-        return x + self.down(torch.relu(self.up(self.norms[1](x))))
+        return x + self.outputs(seen.transpose(1, 2).reshape(batch, time, width))
+
+
+class FeedForward(nn.Module):
+    """The second half of a layer: (batch, time, width) to the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(args.width)
+        self.up = nn.Linear(args.width, args.inner)
+        self.down = nn.Linear(args.inner, args.width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 def model():
-    return [Embed, *[Layer] * args.layers, partial(nn.Linear, args.width, args.words)]
+    layers = [Attention, FeedForward] * args.layers
+    return [Embed, *layers, partial(nn.Linear, args.width, args.words)]
 
 
 def loss(output, target):

@@ -1,0 +1,1 @@
+"""The tables of GPipe's and torchgpipe's papers, remade: ``make papers``."""

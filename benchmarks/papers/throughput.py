@@ -1,0 +1,82 @@
+"""GPipe's table 2: normalised throughput by workers and micro-batches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from parts import SKIPPED_STEPS, pipeworker_step
+
+from papers.networks import AMOEBANET, SAMPLES, TRANSFORMER, Network, Stages, stages_of
+from pipeworker.plan.orders import ORDERS
+from pipeworker.plan.simulate import Costs, simulate
+
+TEXT = """\
+The layers of the real networks are measured on this machine, one after the other, with one
+sample; `pipeworker plan` divides them. Each stage is then an emulated accelerator: a process that
+sleeps as long, on a scale that is the same for all figures of a network. All recompute, as in the
+paper. The unit is the speed of two stages with one micro-batch. "Its limit" is the simulated
+schedule with these stages and free transfers. Messages of 64 KB a sample stand for the real ones,
+which this machine copies as slowly as it computes.
+"""
+JOB = Path(__file__).with_name("job.py").resolve()
+BYTES = 64 << 10
+"""Bytes of a sample between two stages: this machine copies more as slowly as it computes."""
+SECONDS = 0.010
+"""Of a sample's forward on one of eight accelerators, on the average."""
+WORKERS, MICROBATCHES = (2, 4, 8), (1, 4, 32)
+PAPER = {
+    AMOEBANET: ((1.0, 1.07, 1.21), (1.13, 1.26, 1.84), (1.38, 1.72, 3.48)),
+    TRANSFORMER: ((1.0, 1.7, 1.8), (1.07, 3.2, 3.4), (1.3, 4.8, 6.3)),
+}
+"""Table 2 of 1811.06965: by workers, by micro-batches."""
+BETTER = ("--schedule", "interleaved-1f1b", "--virtual-stages", "2")
+
+
+def lines() -> Iterator[str]:
+    """Yield the table, as Markdown."""
+    yield "| network | K | M | GPipe | ours, `gpipe` | its limit | `interleaved-1f1b` | its limit |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for network, paper in PAPER.items():
+        yield from _of(network, paper)
+
+
+def _of(network: Network, paper: Sequence[Sequence[float]]) -> Iterator[str]:
+    whole = stages_of(network, WORKERS[-1])
+    scale = SECONDS * WORKERS[-1] / sum(forward for forward, _ in whole.seconds)
+    one = 0.0
+    for workers, published in zip(WORKERS, paper, strict=True):
+        stages = stages_of(network, workers).scaled(scale)
+        for microbatches, figure in zip(MICROBATCHES, published, strict=True):
+            seconds = step(stages, workers, microbatches)
+            one = one or seconds  # of two workers and one micro-batch, which is the unit
+            cells = [network.title, str(workers), str(microbatches), str(figure)]
+            cells += [f"{one / seconds:.2f}", f"{one / limit(stages, workers, microbatches):.2f}"]
+            if microbatches == MICROBATCHES[-1]:
+                halves = stages_of(network, workers, *BETTER).scaled(scale)
+                faster = step(halves, workers, microbatches, *BETTER)
+                least = limit(halves, workers, microbatches, BETTER[1])
+                cells += [f"{one / faster:.2f}", f"{one / least:.2f}"]
+            else:
+                cells += ["", ""]
+            yield f"| {' | '.join(cells)} |"
+
+
+def step(stages: Stages, workers: int, microbatches: int, *options: str) -> float:
+    """Return the median seconds of a step of a real run."""
+    words = (json.dumps(stages.seconds), str(SAMPLES), str(BYTES))
+    steps = SKIPPED_STEPS + (1 if microbatches == 1 else 3)
+    options = ("--balance", "even", *options)
+    return pipeworker_step(JOB, workers, microbatches, steps, "always", *words, options=options)
+
+
+def limit(stages: Stages, workers: int, microbatches: int, name: str = "gpipe") -> float:
+    """Return the seconds of a step of a schedule if nothing but the layers took time."""
+    order = replace(ORDERS[name], virtual_stages=len(stages.seconds) // workers)
+    placement = order.place(workers)
+    schedule = order.build(placement, microbatches, ["always"] * placement.stages)
+    samples = SAMPLES / microbatches
+    forward, backward = (tuple(samples * pair[part] for pair in stages.seconds) for part in (0, 1))
+    return simulate(schedule, Costs(forward, backward, backward)).makespan
