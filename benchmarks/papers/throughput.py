@@ -16,17 +16,19 @@ from pipeworker.plan.simulate import Costs, simulate
 TEXT = """\
 The layers of the real networks are measured on this machine, one after the other, with one
 sample; `pipeworker plan` divides them. Each stage is then an emulated accelerator: a process that
-sleeps as long, on a scale that is the same for all figures of a network. All recompute, as in the
-paper. The unit is the speed of two stages with one micro-batch. "Its limit" is the simulated
-schedule with these stages and free transfers. Messages of 64 KB a sample stand for the real ones,
-which this machine copies as slowly as it computes.
+sleeps as long, on a scale on which a stage's forward takes 10 ms (M=32), 20 ms (M=4) or 40 ms
+(M=1) on the average. All recompute, as in the paper. The unit is the speed of one accelerator
+that computes, recomputes and differentiates all layers in turn: GPipe's K=2 and M=1 is that,
+while pipeworker's recompute waits for no gradient. "Its limit" is the simulated schedule with
+these stages and free transfers. Messages of 64 KB a sample stand for the real ones, which this
+machine copies as slowly as it computes.
 """
 JOB = Path(__file__).with_name("job.py").resolve()
 BYTES = 64 << 10
 """Bytes of a sample between two stages: this machine copies more as slowly as it computes."""
-SECONDS = 0.010
-"""Of a sample's forward on one of eight accelerators, on the average."""
-WORKERS, MICROBATCHES = (2, 4, 8), (1, 4, 32)
+WORKERS = (2, 4, 8)
+SECONDS = {1: 0.040, 4: 0.020, 32: 0.010}
+"""Of a micro-batch's forward on one accelerator, on the average, by micro-batches."""
 PAPER = {
     AMOEBANET: ((1.0, 1.07, 1.21), (1.13, 1.26, 1.84), (1.38, 1.72, 3.48)),
     TRANSFORMER: ((1.0, 1.7, 1.8), (1.07, 3.2, 3.4), (1.3, 4.8, 6.3)),
@@ -44,30 +46,24 @@ def lines() -> Iterator[str]:
 
 
 def _of(network: Network, paper: Sequence[Sequence[float]]) -> Iterator[str]:
-    whole = stages_of(network, WORKERS[-1])
-    scale = SECONDS * WORKERS[-1] / sum(forward for forward, _ in whole.seconds)
-    one = 0.0
     for workers, published in zip(WORKERS, paper, strict=True):
-        stages = stages_of(network, workers).scaled(scale)
-        for microbatches, figure in zip(MICROBATCHES, published, strict=True):
-            seconds = step(stages, workers, microbatches)
-            one = one or seconds  # of two workers and one micro-batch, which is the unit
+        for (microbatches, seconds), figure in zip(SECONDS.items(), published, strict=True):
             cells = [network.title, str(workers), str(microbatches), str(figure)]
-            cells += [f"{one / seconds:.2f}", f"{one / limit(stages, workers, microbatches):.2f}"]
-            if microbatches == MICROBATCHES[-1]:
-                halves = stages_of(network, workers, *BETTER).scaled(scale)
-                faster = step(halves, workers, microbatches, *BETTER)
-                least = limit(halves, workers, microbatches, BETTER[1])
-                cells += [f"{one / faster:.2f}", f"{one / least:.2f}"]
-            else:
-                cells += ["", ""]
-            yield f"| {' | '.join(cells)} |"
+            for options in ((), BETTER) if microbatches == SAMPLES else ((),):
+                stages = stages_of(network, workers, *options)
+                forward = sum(forward for forward, _ in stages.seconds) * SAMPLES / microbatches
+                stages = stages.scaled(seconds * workers / forward)
+                alone = SAMPLES * stages.total
+                name = options[1] if options else "gpipe"
+                cells.append(f"{alone / step(stages, workers, microbatches, *options):.2f}")
+                cells.append(f"{alone / limit(stages, workers, microbatches, name):.2f}")
+            yield f"| {' | '.join([*cells, '', ''][:8])} |"
 
 
 def step(stages: Stages, workers: int, microbatches: int, *options: str) -> float:
     """Return the median seconds of a step of a real run."""
     words = (json.dumps(stages.seconds), str(SAMPLES), str(BYTES))
-    steps = SKIPPED_STEPS + (1 if microbatches == 1 else 3)
+    steps = SKIPPED_STEPS + 3
     options = ("--balance", "even", *options)
     return pipeworker_step(JOB, workers, microbatches, steps, "always", *words, options=options)
 
