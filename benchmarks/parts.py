@@ -33,11 +33,10 @@ def python(*words: str, timeout: float = 300, core: int | None = None) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
-def plain(job_file: Path, stages: int, microbatches: int, *words: str) -> tuple[float, float]:
-    """Return the slowest stage's seconds for a micro-batch in one process: (forward, both)."""
+def plain(job_file: Path, stages: int, microbatches: int, *words: str) -> list[tuple[float, float]]:
+    """Return each stage's seconds for a micro-batch in one process: (forward, both)."""
     output = python(str(HERE), "plain", str(job_file), str(stages), str(microbatches), *words)
-    forward, both = json.loads(output)
-    return forward, both
+    return [(forward, both) for forward, both in json.loads(output)]
 
 
 def pipeworker_step(
@@ -99,7 +98,7 @@ def run_plain(job: Any, stages: int, microbatches: int) -> None:
     x, y = next(iter(job.data()))
     values = list(x.tensor_split(microbatches))
     targets = list(y.tensor_split(microbatches))
-    slowest = (0.0, 0.0)
+    found = []
     for index in range(stages):
         net = _stage(job, index, stages)
         times = []
@@ -118,9 +117,8 @@ def run_plain(job: Any, stages: int, microbatches: int) -> None:
             end = time.perf_counter()
             times.append(((middle - start) / len(values), (end - start) / len(values)))
         values = [output.detach() for output in outputs]
-        forward, both = (statistics.median(t[i] for t in times[1:]) for i in (0, 1))
-        slowest = max(slowest, (forward, both), key=lambda pair: pair[1])
-    print(json.dumps(slowest))
+        found.append([statistics.median(t[i] for t in times[1:]) for i in (0, 1)])
+    print(json.dumps(found))
 
 
 def run_peer(job: Any, steps: int, microbatches: int) -> None:

@@ -23,7 +23,7 @@ def main() -> None:
     k, m = 2, args.microbatches
     bounds, times, peers = [], [], []
     for _ in range(args.rounds):
-        _, both = plain(JOB, k, m, str(m))
+        both = max(both for _, both in plain(JOB, k, m, str(m)))
         bounds.append((m + k - 1) * both)
         times.append(pipeworker_step(JOB, k, m, args.steps, "never", str(m)))
         peers.append(peer(JOB, k, m, args.steps, str(m)))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from parts import SKIPPED_STEPS, pipeworker_step
+from parts import SKIPPED_STEPS, pipeworker_step, plain
 
 from papers.networks import AMOEBANET, SAMPLES, TRANSFORMER, Network, Stages, stages_of
 from pipeworker.plan.orders import ORDERS
@@ -17,11 +17,11 @@ TEXT = """\
 The layers of the real networks are measured on this machine, one after the other, with one
 sample; `pipeworker plan` divides them. Each stage is then an emulated accelerator: a process that
 sleeps as long, on a scale on which a stage's forward takes 10 ms (M=32), 20 ms (M=4) or 40 ms
-(M=1) on the average. All recompute, as in the paper. The unit is the speed of one accelerator
-that computes, recomputes and differentiates all layers in turn: GPipe's K=2 and M=1 is that,
-while pipeworker's recompute waits for no gradient. "Its limit" is the simulated schedule with
-these stages and free transfers. Messages of 64 KB a sample stand for the real ones, which this
-machine copies as slowly as it computes.
+(M=1) on the average. All recompute, as in the paper. The unit is the speed of one process that
+computes, recomputes and differentiates the same micro-batches in all stages in turn: GPipe's K=2
+and M=1 is as slow as that, while pipeworker's recompute waits for no gradient. "Its limit" is the
+simulated schedule with the stages as that process measures them, and free transfers. Messages of
+64 KB a sample stand for the real ones, which this machine copies as slowly as it computes.
 """
 JOB = Path(__file__).with_name("job.py").resolve()
 BYTES = 64 << 10
@@ -53,10 +53,11 @@ def _of(network: Network, paper: Sequence[Sequence[float]]) -> Iterator[str]:
                 stages = stages_of(network, workers, *options)
                 forward = sum(forward for forward, _ in stages.seconds) * SAMPLES / microbatches
                 stages = stages.scaled(seconds * workers / forward)
-                alone = SAMPLES * stages.total
+                pairs = alone(stages, microbatches)
+                unit = microbatches * sum(forward + both for forward, both in pairs)
                 name = options[1] if options else "gpipe"
-                cells.append(f"{alone / step(stages, workers, microbatches, *options):.2f}")
-                cells.append(f"{alone / limit(stages, workers, microbatches, name):.2f}")
+                cells.append(f"{unit / step(stages, workers, microbatches, *options):.2f}")
+                cells.append(f"{unit / limit(pairs, workers, microbatches, name):.2f}")
             yield f"| {' | '.join([*cells, '', ''][:8])} |"
 
 
@@ -68,11 +69,20 @@ def step(stages: Stages, workers: int, microbatches: int, *options: str) -> floa
     return pipeworker_step(JOB, workers, microbatches, steps, "always", *words, options=options)
 
 
-def limit(stages: Stages, workers: int, microbatches: int, name: str = "gpipe") -> float:
+def alone(stages: Stages, microbatches: int) -> list[tuple[float, float]]:
+    """Return the seconds of a micro-batch in each stage, in one process: (forward, both)."""
+    some = min(microbatches, 4)
+    words = (json.dumps(stages.seconds), str(SAMPLES * some // microbatches), str(BYTES))
+    return plain(JOB, len(stages.seconds), some, *words)
+
+
+def limit(
+    pairs: Sequence[tuple[float, float]], workers: int, microbatches: int, name: str = "gpipe"
+) -> float:
     """Return the seconds of a step of a schedule if nothing but the layers took time."""
-    order = replace(ORDERS[name], virtual_stages=len(stages.seconds) // workers)
+    order = replace(ORDERS[name], virtual_stages=len(pairs) // workers)
     placement = order.place(workers)
     schedule = order.build(placement, microbatches, ["always"] * placement.stages)
-    samples = SAMPLES / microbatches
-    forward, backward = (tuple(samples * pair[part] for pair in stages.seconds) for part in (0, 1))
+    forward = tuple(forward for forward, _ in pairs)
+    backward = tuple(both - forward for forward, both in pairs)
     return simulate(schedule, Costs(forward, backward, backward)).makespan
