@@ -219,7 +219,11 @@ WRONG = [
         [0, [5, 0, 0, 0], -1, 0, False, False, 0, 0, 0, 0, 0.0],
         "a negative number of messages",
     ),
-    ("Heartbeat", [0, [5, 0, 0, 0], 0, 0, False, False, -1, 0, 0, 0, 0.0], "-1 bytes, 0 micro-batches"),
+    (
+        "Heartbeat",
+        [0, [5, 0, 0, 0], 0, 0, False, False, -1, 0, 0, 0, 0.0],
+        "-1 bytes, 0 micro-batches",
+    ),
     ("Heartbeat", [0, [5, 0, 0, 0], 0, 0, False, False, 0, -1, 0, 0, 0.0], "-1 micro-batches"),
     (
         "Heartbeat",
