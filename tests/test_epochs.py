@@ -89,6 +89,7 @@ def evaluations(run: Run) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.path / "evaluation.jsonl").open()]
 
 
+@slow
 def test_epochs_are_equal_at_any_number_of_stages_and_after_a_resume(
     jobs: Jobs,
 ) -> None:

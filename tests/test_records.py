@@ -22,6 +22,7 @@ from pipeworker.runs import show
 from pipeworker.runs.begin import RunRequest
 from pipeworker.runs.info import Run
 from support.jobs import Jobs, until
+from support.slow import slow
 from support.sources import JOB
 
 SOURCE = (
@@ -48,6 +49,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@slow
 def test_show_while_a_job_is_running_and_after_a_resume(jobs: Jobs) -> None:
     process, path = jobs.start(*WORDS, "--csv", "--tensorboard", "--steps", "100000", source=CALM)
     until(lambda: (path / "evaluation.csv").exists())
