@@ -116,7 +116,6 @@ def test_evaluation_changes_no_number_and_is_the_same_at_any_number_of_stages(jo
     assert "5.bias" in runs[1].log("worker-3")
 
 
-@slow
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=slow) for kind in sorted(SCHEDULES)],
