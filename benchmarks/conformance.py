@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
-import math
 import os
 import pickle
 import signal
@@ -111,9 +110,11 @@ def verdict(result: Any, start: Weights, expected: Weights) -> tuple[int, str]:
         return 3, "refused"
     if all(torch.equal(result[name], tensor) for name, tensor in expected.items()):
         return 0, "equal"
+    if not all(tensor.isfinite().all() for tensor in result.values()):
+        return 2, "wrong, not finite"
     moved = max((tensor - start[name]).abs().max().item() for name, tensor in expected.items())
     off = max((result[name] - tensor).abs().max().item() for name, tensor in expected.items())
-    off = off / moved if math.isfinite(off) else math.inf
+    off /= moved
     return (1, f"close, {off:.0e}") if off <= WRONG else (2, f"wrong, {off:.0%}")
 
 

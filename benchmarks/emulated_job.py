@@ -18,15 +18,23 @@ from torch import nn
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float, after: float
+    ) -> torch.Tensor:
+        ctx.seconds = after
         time.sleep(seconds)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        time.sleep(2 * ctx.seconds)
-        return gradient, None, None
+        time.sleep(ctx.seconds)
+        return gradient, None, None, None
+
+
+def sleep(x: torch.Tensor, weight: torch.Tensor, seconds: float, after: float) -> torch.Tensor:
+    """Return the tensor after some seconds; its backward takes `after` seconds."""
+    result: torch.Tensor = _Sleep.apply(x, weight, seconds, after)  # type: ignore
+    return result
 
 
 class Sleeping(nn.Module):
@@ -38,8 +46,7 @@ class Sleeping(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = _Sleep.apply(x, self.weight, self.seconds)  # type: ignore
-        return result
+        return sleep(x, self.weight, self.seconds, 2 * self.seconds)
 
 
 class _Free(torch.autograd.Function):

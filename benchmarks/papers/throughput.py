@@ -23,12 +23,12 @@ and M=1 is as slow as that, while pipeworker's recompute waits for no gradient. 
 simulated schedule with the stages as that process measures them, and free transfers. Messages of
 64 KB a sample stand for the real ones, which this machine copies as slowly as it computes.
 """
-JOB = Path(__file__).with_name("job.py").resolve()
+JOB = Path(__file__).parents[1].resolve() / "papers_job.py"
 BYTES = 64 << 10
 """Bytes of a sample between two stages: this machine copies more as slowly as it computes."""
 WORKERS = (2, 4, 8)
 SECONDS = {1: 0.040, 4: 0.020, 32: 0.010}
-"""Of a micro-batch's forward on one accelerator, on the average, by micro-batches."""
+"""The mean time of a micro-batch's forward on one accelerator, by the number of micro-batches."""
 PAPER = {
     AMOEBANET: ((1.0, 1.07, 1.21), (1.13, 1.26, 1.84), (1.38, 1.72, 3.48)),
     TRANSFORMER: ((1.0, 1.7, 1.8), (1.07, 3.2, 3.4), (1.3, 4.8, 6.3)),
@@ -51,8 +51,9 @@ def _of(network: Network, paper: Sequence[Sequence[float]]) -> Iterator[str]:
             cells = [network.title, str(workers), str(microbatches), str(figure)]
             for options in ((), BETTER) if microbatches == SAMPLES else ((),):
                 stages = stages_of(network, workers, *options)
-                forward = sum(forward for forward, _ in stages.seconds) * SAMPLES / microbatches
-                stages = stages.scaled(seconds * workers / forward)
+                forward = sum(forward for forward, _ in stages) * SAMPLES / microbatches
+                scale = seconds * workers / forward
+                stages = tuple((scale * f, scale * b) for f, b in stages)
                 pairs = alone(stages, microbatches)
                 unit = microbatches * sum(forward + both for forward, both in pairs)
                 name = options[1] if options else "gpipe"
@@ -63,7 +64,7 @@ def _of(network: Network, paper: Sequence[Sequence[float]]) -> Iterator[str]:
 
 def step(stages: Stages, workers: int, microbatches: int, *options: str) -> float:
     """Return the median seconds of a step of a real run."""
-    words = (json.dumps(stages.seconds), str(SAMPLES), str(BYTES))
+    words = (json.dumps(stages), str(len(stages)), str(BYTES), str(SAMPLES))
     steps = SKIPPED_STEPS + 3
     options = ("--balance", "even", *options)
     return pipeworker_step(JOB, workers, microbatches, steps, "always", *words, options=options)
@@ -72,8 +73,9 @@ def step(stages: Stages, workers: int, microbatches: int, *options: str) -> floa
 def alone(stages: Stages, microbatches: int) -> list[tuple[float, float]]:
     """Return the seconds of a micro-batch in each stage, in one process: (forward, both)."""
     some = min(microbatches, 4)
-    words = (json.dumps(stages.seconds), str(SAMPLES * some // microbatches), str(BYTES))
-    return plain(JOB, len(stages.seconds), some, *words)
+    samples = SAMPLES * some // microbatches
+    words = (json.dumps(stages), str(len(stages)), str(BYTES), str(samples))
+    return plain(JOB, len(stages), some, *words)
 
 
 def limit(

@@ -111,7 +111,7 @@ REDUCTION = (
 )
 """Five sums of two operations each, on the cell's two inputs (0 and 1) and on earlier sums."""
 JOINED = {NORMAL: (0, 3, 4, 6), REDUCTION: (4, 5, 6)}
-"""What a cell concatenates: inputs and sums that nothing in it uses, in general."""
+"""A cell concatenates these inputs and sums: most of them are used by nothing else in it."""
 
 
 class Cell(nn.Module):

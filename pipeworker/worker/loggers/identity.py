@@ -1,4 +1,4 @@
-"""What loggers have in common: the name of a run in another program, and how it ended."""
+"""Loggers name a run in another program, which a resumed run continues, and say how it ended."""
 
 from __future__ import annotations
 
