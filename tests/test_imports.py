@@ -10,9 +10,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 import pipeworker
 
@@ -72,6 +71,8 @@ PRIVATE = {
     *("_pytree", "_dynamo", "_subclasses", "_functorch", "_unsafe_view", "_backward_hooks"),
 }
 """Private names of torch, as attributes of anything but ``self``."""
+INTERNALS = "pipeworker.worker.internals"
+"""The one module that uses them."""
 
 
 def module_of(path: Path) -> str:
@@ -79,7 +80,12 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {module_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+MODULES = {module_of(path): path for path in FILES}
+
+
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
 
 
 def statements(node: ast.AST, *, lazy: bool) -> Iterator[ast.AST]:
@@ -92,10 +98,11 @@ def statements(node: ast.AST, *, lazy: bool) -> Iterator[ast.AST]:
             yield from statements(child, lazy=lazy)
 
 
+@cache
 def imports(module: str, *, lazy: bool = True) -> set[str]:
     """Return what a module imports, with `lazy` also in functions and for type hints."""
     found = set()
-    for node in statements(MODULES[module], lazy=lazy):
+    for node in statements(tree_of(module), lazy=lazy):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -142,11 +149,11 @@ def test_the_files_are_found() -> None:
     }
 
 
-@pytest.mark.parametrize("module", sorted({*within(LIGHT)} - {*within(HEAVY)}))
-def test_torch_stays_out(module: str) -> None:
-    ways = reaches(module)
-    assert "torch" not in ways, " -> ".join(ways["torch"])
-    assert not [name for name in ways if name.startswith("pipeworker.worker")]
+def test_torch_stays_out() -> None:
+    for module in sorted({*within(LIGHT)} - {*within(HEAVY)}):
+        ways = reaches(module)
+        assert "torch" not in ways, " -> ".join(ways["torch"])
+        assert not [name for name in ways if name.startswith("pipeworker.worker")], module
 
 
 def test_torch_stays_out_of_a_running_coordinator() -> None:
@@ -160,10 +167,10 @@ def test_torch_stays_out_of_a_running_coordinator() -> None:
     assert (ran.returncode, ran.stdout.strip()) == (0, ""), ran.stderr
 
 
-def private_names(module: str) -> set[str]:
+def private_names(tree: ast.Module) -> set[str]:
     """Return the private names of torch that a module uses."""
     found, torchs = set(), set()
-    for node in ast.walk(MODULES[module]):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             source = node.module or "" if isinstance(node, ast.ImportFrom) else ""
             for alias in node.names:
@@ -171,7 +178,7 @@ def private_names(module: str) -> set[str]:
                 if name.partition(".")[0] == "torch":
                     torchs.add((alias.asname or alias.name).partition(".")[0])
                     found |= {name} if is_private(name) else set()
-    for node in ast.walk(MODULES[module]):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             dotted = ast.unparse(node)
             ours = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
@@ -190,9 +197,9 @@ def is_private(dotted: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in dotted.split("."))
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m != "pipeworker.worker.internals"])
-def test_the_private_names_of_torch_are_in_one_module(module: str) -> None:
-    assert not private_names(module)
+def test_the_private_names_of_torch_are_in_one_module() -> None:
+    used = {module: private_names(tree_of(module)) for module in MODULES}
+    assert {module for module, names in used.items() if names} == {INTERNALS}, used
 
 
 def test_a_worker_checks_each_private_name_of_torch() -> None:
@@ -202,12 +209,12 @@ def test_a_worker_checks_each_private_name_of_torch() -> None:
     looked_up = re.findall(r'_find\("(.+?)"\)', Path(internals.__file__).read_text("utf-8"))
     checked = " ".join([*torch_check.BEHAVIOURS, *torch_check.COMPILER, *looked_up])
     typed = {"Store", "PrefixStore", "TCPStore", "Work"}  # for the type checker only
-    names = {re.findall(r"\w+", name)[-1] for name in private_names(internals.__name__)}
+    names = {re.findall(r"\w+", name)[-1] for name in private_names(tree_of(INTERNALS))}
     assert {name for name in names - typed if name not in checked} == set()
 
 
-def test_private_names_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = private_names("pipeworker.worker.internals")
+def test_private_names_would_be_seen() -> None:
+    seen = private_names(tree_of(INTERNALS))
     assert {"torch._C._storage_Use_Count", "torch._dynamo", "torch._foreach_mul_"} <= seen
     assert {"'_buffers'", "'_version'", "target._backward_hooks"} <= seen
     assert {"dist.distributed_c10d._get_default_store", "torch._dynamo.config"} <= seen
@@ -221,27 +228,28 @@ y = F._canonical_mask
 getattr(z, "_buffers")
 self._buffers = dist.init_process_group(self._buffers.__class__)
 """
-    monkeypatch.setitem(MODULES, "pipeworker.worker.blame", ast.parse(text))
-    assert private_names("pipeworker.worker.blame") == {
+    assert private_names(ast.parse(text)) == {
         *("torch.utils._pytree", "torch._C._distributed_c10d.Store", "nn.modules._functions"),
         *("F._canonical_mask", "'_buffers'"),
     }
 
 
-@pytest.mark.parametrize(
-    "module", sorted({*within(PURE)} - {*within(SHELL)} - {"pipeworker.coordinator"})
-)
-def test_a_decision_depends_on_its_arguments_alone(module: str) -> None:
+def decisions() -> list[str]:
+    return sorted({*within(PURE)} - {*within(SHELL)} - {"pipeworker.coordinator"})
+
+
+def test_a_decision_depends_on_its_arguments_alone() -> None:
     """Neither the module nor any module of ours that it imports may act."""
-    ways = reaches(module)
-    impure = sorted(SHELL_ONLY & ways.keys())
-    assert not impure, " -> ".join(ways[impure[0]])
-    calls = {
-        node.func.id
-        for node in ast.walk(MODULES[module])
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    }
-    assert not calls & BUILTIN_SHELLS
+    for module in decisions():
+        ways = reaches(module)
+        impure = sorted(SHELL_ONLY & ways.keys())
+        assert not impure, " -> ".join(ways[impure[0]])
+        calls = {
+            node.func.id
+            for node in ast.walk(tree_of(module))
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        }
+        assert not calls & BUILTIN_SHELLS, module
 
 
 def test_no_test_module_imports_another() -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import statistics
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from pipeworker.trace.recorder import EVALUATION, SAVE, UPDATE, seconds
 from pipeworker.trace.ring import Ring
 from pipeworker.trace.timeline import read_timeline
 from support.hosts import Host
-from support.jobs import Jobs, Run, until
+from support.jobs import Jobs, Run, processes_of, until
 from support.ranks import Scripts, script
 from support.slow import slow
 from support.sources import JOB
@@ -122,9 +123,11 @@ def test_the_advice_of_a_report_is_worth_what_it_says(jobs: Jobs) -> None:
     first = rf"stage 0 takes 6\d% longer than the mean: {advice['option']} would give 1\.\d+ times"
     assert re.match(first, text), text
     assert advice["option"] == "--balance 3,3"
-    for time in found["workers"]:
-        parts = [time[name] for name in ("forward", "recompute", "backward", "optimizer")]
-        assert sum(parts) + sum(time["idle"].values()) == pytest.approx(found["seconds"], rel=0.01)
+    for worker in found["workers"]:
+        parts = [worker[name] for name in ("forward", "recompute", "backward", "optimizer")]
+        assert sum(parts) + sum(worker["idle"].values()) == pytest.approx(
+            found["seconds"], rel=0.01
+        )
     assert found["steps"] == [2, 3, 4, 5]
     idle = found["workers"][1]["idle"]
     assert idle["imbalance"] > 0.4 * found["seconds"]
@@ -134,6 +137,26 @@ def test_the_advice_of_a_report_is_worth_what_it_says(jobs: Jobs) -> None:
     assert both.splitlines()[3].split()[0] == "imbalance"  # the largest difference
     gained = median_step(run) / median_step(better)
     assert gained - 1 == pytest.approx(advice["gain"] - 1, rel=1 / 3)
+
+
+@slow
+def test_the_time_for_which_a_job_was_suspended_is_named(jobs: Jobs) -> None:
+    words = ("--stages", "2", "--microbatches", "4", "--steps", "25", "--trace")
+    process, path = jobs.start(*words, source=SLEEPING)
+    until(lambda: (path / "metrics.jsonl").exists() and (path / "metrics.jsonl").read_text())
+    every = [psutil.Process(pid) for pid in processes_of(path.parent)]
+    for one in every:
+        one.suspend()
+    time.sleep(4)
+    for one in every:
+        one.resume()
+    assert process.wait(timeout=60) == 0
+    found = json.loads(jobs.pipeworker("report", str(path), "--json").stdout)
+    assert 2 < found["suspended"] < 5
+    for worker in found["workers"]:
+        assert worker["idle"]["other"] > found["suspended"]
+        assert worker["forward"] + worker["backward"] < found["seconds"] - found["suspended"]
+    assert "\nthe job was suspended for " in jobs.pipeworker("report", str(path)).stdout
 
 
 def test_what_the_workers_of_a_running_job_do_is_shown(jobs: Jobs) -> None:

@@ -35,6 +35,7 @@ from pipeworker.trace.causes import (
     mini_batches,
     planned_breakdown,
     schedule_of,
+    undisturbed,
 )
 from pipeworker.trace.clocks import aligned
 from pipeworker.trace.timeline import WorkerLife, read_timeline
@@ -138,7 +139,7 @@ def read(path: Path) -> Report | None:
 
 
 def _of_run(run_dir: RunDir, record: RunRecord, lives: Sequence[WorkerLife]) -> Report | None:
-    recorded = _warm(list(mini_batches(lives)))
+    recorded, suspended = undisturbed(_warm(list(mini_batches(lives))))
     if not recorded:
         return None
     schedule = schedule_of(recorded[-1])
@@ -149,7 +150,8 @@ def _of_run(run_dir: RunDir, record: RunRecord, lives: Sequence[WorkerLife]) -> 
     except UsageError as error:
         raise UnreadableFile(run_dir.run, error) from None
     # Between the steps of a user's own loop is what the user does there.
-    found = breakdown(lives, recorded, OTHER if options.own_loop else COORDINATOR)
+    between = OTHER if options.own_loop else COORDINATOR
+    found = breakdown(lives, recorded, between, suspended)
     request = request_of(options)
     try:
         rates = Rates.of(run_dir, facts, options)
@@ -200,6 +202,7 @@ def _facts(made: Report) -> dict[str, Any]:
     return {
         "seconds": found.seconds,
         "steps": list(found.steps),
+        "suspended": found.suspended,
         "workers": [_worker(time) for time in found.workers],
         "samples_per_second": made.rates.samples,
         "tokens_per_second": made.rates.tokens,
@@ -236,6 +239,8 @@ def _text(made: Report) -> Iterator[str]:
     steps = f"the last {count} recorded steps" if count > 1 else "the last recorded step"
     yield f"{steps}, of {each:.4g} s; shares of their time:"
     yield from _table(found)
+    if found.suspended:
+        yield f"the job was suspended for {found.suspended:.4g} s of the other time"
     if made.planned is not None:
         yield ""
         yield f"as planned, a step of {made.planned.seconds:.4g} s:"

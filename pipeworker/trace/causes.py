@@ -68,11 +68,14 @@ class Breakdown:
         seconds: the time that they took.
         steps: their numbers.
         workers: by rank.
+        suspended: for how many of the seconds the job was suspended, as by a batch system; they are
+            among those of other causes.
     """
 
     seconds: float
     steps: tuple[int, ...]
     workers: tuple[WorkerTime, ...]
+    suspended: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,11 @@ class MiniBatch:
     commands: tuple[Command, ...]
     begin: float
     end: float
+
+    @property
+    def suspended(self) -> float:
+        """The seconds for which one of the workers was suspended."""
+        return max(command.suspended for command in self.commands)
 
 
 def mini_batches(lives: Sequence[WorkerLife]) -> Iterator[MiniBatch]:
@@ -140,16 +148,29 @@ def _are_all(members: Sequence[WorkerLife]) -> bool:
     return all(whole) and len({len(stages) for stages in held.values()}) == 1
 
 
+def undisturbed(chosen: list[MiniBatch]) -> tuple[list[MiniBatch], float]:
+    """Return the mini-batches in which no worker was suspended, and for how long others were.
+
+    The actions of the others tell nothing. If there are only such ones, all are returned, and 0.
+    """
+    found = [one for one in chosen if not one.suspended]
+    return (found, sum(one.suspended for one in chosen)) if found else (chosen, 0.0)
+
+
 def breakdown(
-    lives: Sequence[WorkerLife], chosen: Sequence[MiniBatch], between: str = COORDINATOR
+    lives: Sequence[WorkerLife],
+    chosen: Sequence[MiniBatch],
+    between: str = COORDINATOR,
+    suspended: float = 0.0,
 ) -> Breakdown:
     """Return where the time of some of the mini-batches went that are recorded.
 
-    `between` is the cause of the time between two commands.
+    `between` is the cause of the time between two commands. For `suspended` seconds the job was
+    suspended in other mini-batches, see :func:`undisturbed`.
     """
     explained = _Explained(chosen)
     workers: dict[int, WorkerTime] = {}
-    total = 0.0
+    total = suspended
     for one in chosen:
         total += one.end - one.begin
         sent = _sent(one)
@@ -166,6 +187,8 @@ def breakdown(
             time.idle[FILL_DRAIN] += fill
             time.idle[IMBALANCE] += rest
             time.idle[OTHER] += one.end - one.begin - known - fill - rest
+    for time in workers.values():
+        time.idle[OTHER] += suspended
     shown = {life.generation for one in chosen for life in one.lives}
     for pair, begin, end in recoveries(lives):
         if {*pair} <= shown:
@@ -173,7 +196,8 @@ def breakdown(
             for time in workers.values():
                 time.idle[RECOVERY] += end - begin
     numbers = tuple(sorted({one.step for one in chosen}))
-    return Breakdown(total, numbers, tuple(workers[rank] for rank in sorted(workers)))
+    found = tuple(workers[rank] for rank in sorted(workers))
+    return Breakdown(total, numbers, found, suspended)
 
 
 Sent = dict[tuple[Edge, int], float]

@@ -23,6 +23,8 @@ from pipeworker.record.metrics.rows import Row, Rows
 from pipeworker.trace.ring import MiniBatchTimes, Ring
 
 UPDATE, SNAPSHOT, SAVE, EVALUATION = "update", "snapshot", "save", "evaluation"
+_LEAST_SUSPENDED = 0.5
+"""Seconds: a process of a busy host may be late by less."""
 _ALWAYS = (SAVE, EVALUATION)
 """Spans that are recorded even if their step is not: they are few, and long."""
 
@@ -122,9 +124,14 @@ class _Command:
     recorded: bool = False
     spans: list[tuple[str, float, float]] = field(default_factory=list)
     times: MiniBatchTimes | None = None
+    suspended: float = 0.0
 
-    def row(self, answered: float) -> Row:
-        """Return the row of this command, which was answered at a time."""
+    def row(self, answered: float, suspended: float) -> Row:
+        """Return the row of this command, which was answered at a time.
+
+        `suspended` is for how long the process has been suspended so far; what it has when the
+        command arrives is not the command's.
+        """
         base = round(self.received, 6)
         found: Row = {"step": self.step, "received": base}
         if self.spans:
@@ -133,6 +140,8 @@ class _Command:
             ]
         if self.times is not None and self.recorded:
             found |= row_of(self.times)
+        if suspended - self.suspended > _LEAST_SUSPENDED:
+            found["suspended"] = round(suspended - self.suspended, 3)
         return found | {"answered": round(answered, 6)}
 
 
@@ -144,6 +153,7 @@ class Recorder:
         start: the first row of this process: what is known of the worker.
         note: called with why nothing more is recorded, if the file cannot be written.
         clock: returns a measurement of the clock that is to be recorded, if there is one.
+        suspended: returns for how many seconds the process has been suspended so far.
     """
 
     def __init__(
@@ -152,8 +162,10 @@ class Recorder:
         start: Row,
         note: Callable[[str], None],
         clock: Callable[[], tuple[float, float, float] | None] = lambda: None,
+        suspended: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._path, self._start, self._note, self._clock = path, start, note, clock
+        self._suspended = suspended
         self._rows: Rows | None = None
         self._command = _Command(perf_counter())
         self._after_recorded = self._is_broken = False
@@ -161,7 +173,7 @@ class Recorder:
     def receive(self, step: int, *, recorded: bool) -> None:
         """Note that a command of a step has arrived; `recorded`: the times of its actions are."""
         self._after_recorded = self._command.recorded
-        self._command = _Command(perf_counter(), step, recorded)
+        self._command = _Command(perf_counter(), step, recorded, suspended=self._suspended())
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
@@ -186,7 +198,7 @@ class Recorder:
         command = self._command
         lasting = any(name in _ALWAYS for name, _, _ in command.spans)
         if command.recorded or self._after_recorded or lasting:
-            self._add(command.row(perf_counter()))
+            self._add(command.row(perf_counter(), self._suspended()))
             if sample := self._clock():
                 names = ("at", "offset", "error")
                 self._add({n: round(x, 6) for n, x in zip(names, sample, strict=True)})

@@ -69,6 +69,7 @@ class Command:
         spans: what is no action, such as the update, in order.
         actions: those of a mini-batch, in order; empty if they were not recorded.
         memory: the bytes that the worker used behind each action; empty if they are not known.
+        suspended: for how many seconds of it the worker's process was suspended.
     """
 
     step: int
@@ -78,6 +79,7 @@ class Command:
     spans: tuple[Span, ...] = ()
     actions: tuple[ActionSpan, ...] = ()
     memory: tuple[int, ...] = ()
+    suspended: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,7 @@ class _Times(msgspec.Struct):
     began: float = 0.0
     times: list[int] = []
     memory: list[int] = []
+    suspended: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +278,7 @@ def _check_finite(*numbers: float | None) -> None:
 
 def _command(row: _Times, programs: dict[int, tuple[Action, ...]]) -> Command:
     received = row.began if row.received is None else row.received
-    _check_finite(received, row.answered, row.began)
+    _check_finite(received, row.answered, row.began, row.suspended)
     lasted = [*row.times[1::2], *(took for _, _, took in row.spans)]
     if min(lasted, default=0) < 0 or (row.answered is not None and row.answered < received):
         raise ValueError("something ends before it begins")
@@ -287,4 +290,5 @@ def _command(row: _Times, programs: dict[int, tuple[Action, ...]]) -> Command:
         named = programs[row.program][: len(ends)]
         actions = tuple(map(ActionSpan, named, times[::2], ends))
     memory = tuple(1024 * kib for kib in accumulate(row.memory[: len(actions)]))
-    return Command(row.step, row.first, received, row.answered, spans, actions, memory)
+    lost = max(0.0, row.suspended)
+    return Command(row.step, row.first, received, row.answered, spans, actions, memory, lost)

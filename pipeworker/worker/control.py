@@ -115,6 +115,10 @@ class Control:
             signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
         self._thread.start()
 
+    def suspended(self) -> float:
+        """Return for how many seconds this process has been suspended so far, about."""
+        return self._clock.suspended
+
     def send(self, message: FromWorker) -> None:
         """Send a message without waiting."""
         self._outbox.append(message)

@@ -150,13 +150,13 @@ def _ring(loaded: LoadedWorker) -> Ring:
 
 def _recorder(loaded: LoadedWorker) -> Recorder:
     """Return the recorder of a worker."""
-    role, settings = loaded.role, loaded.settings
+    role, settings, control = loaded.role, loaded.settings, loaded.control
     path = loaded.run_dir.worker_timeline(role.rank)
     # No two attempts have the same: torchrun's may have a token in common, but not the step.
     secret = derive_secret(settings.token, b"timeline").hex()[:8]
     attempt = f"{secret}-{role.options.resume_step}"
     start = start_row(role.rank, role.replica, role.stages, attempt, settings.generation)
-    return Recorder(path, start, streams.note, loaded.control.clock.take)
+    return Recorder(path, start, streams.note, control.clock.take, control.suspended)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from pipeworker.trace.causes import (
     WorkerTime,
     breakdown,
     mini_batches,
+    undisturbed,
 )
 from pipeworker.trace.timeline import Command, WorkerLife
 from support.facts import DRAWN_ORDERS
@@ -75,6 +76,25 @@ def test_the_time_between_commands_has_the_cause_that_the_caller_gives() -> None
         assert time.idle[COORDINATOR] == 0
         assert time.idle[OTHER] == pytest.approx(2 * (LATE + BEFORE))
         assert total(time) == pytest.approx(found.seconds)
+
+
+def test_a_step_in_which_the_job_was_suspended_counts_only_by_how_long_that_was() -> None:
+    order = ORDERS["gpipe"]
+    schedule = order.build(order.place(2), 4, ["never"] * 2)
+    costs = Costs.even(2, 0.01, 0.02)
+    lives = lives_of(schedule, costs)
+    calm = breakdown(lives, list(mini_batches(lives))[:1])
+    first = lives[0].commands
+    lives[0] = replace(lives[0], commands=(first[0], replace(first[1], suspended=7.0), *first[2:]))
+    chosen, suspended = undisturbed(list(mini_batches(lives)))
+    found = breakdown(lives, chosen, suspended=suspended)
+    assert (found.steps, found.suspended) == ((1,), 7.0)
+    assert found.seconds == pytest.approx(calm.seconds + 7)
+    for time, before in zip(found.workers, calm.workers, strict=True):
+        assert time.idle[OTHER] == pytest.approx(before.idle[OTHER] + 7)
+        assert total(time) == pytest.approx(found.seconds)
+    alone, suspended = undisturbed(list(mini_batches(lives))[1:])
+    assert ([one.step for one in alone], suspended) == ([2], 0)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
