@@ -139,6 +139,7 @@ def check_numbers(jobs: Jobs, attacked: ManualJob) -> None:
     assert all((run.weights[key] == value).all() for key, value in quiet.weights.items())
 
 
+@slow
 def test_messages_of_a_broken_connection_are_resent(
     jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

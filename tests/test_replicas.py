@@ -337,6 +337,7 @@ def test_sharded_state_is_recovered(jobs: Jobs, quiet: Run) -> None:
     assert_same(run, quiet)
 
 
+@slow
 def test_a_script_with_replicas_equals_a_job(reference: Reference, scripts: Scripts) -> None:
     """Stage 0 of each replica is passed the whole mini-batch; all ranks get the same results."""
     local = reference("--stages", "2", "--replicas", "2", "--microbatches", "4", source=JOB)

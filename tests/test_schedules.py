@@ -63,20 +63,12 @@ def test_every_schedule_gives_the_same_bits(
     ("options", "ranks", "stages"),
     [
         ({"schedule": "zb-h1", "recompute": "never"}, 3, 3),
-        *(
-            pytest.param(*case, marks=slow)
-            for case in (
-                ({"schedule": "v-half", "recompute": "never"}, 2, 4),
-                ({"schedule": "zbv", "recompute": "except_first"}, 2, 4),
-                (
-                    {"schedule": "interleaved-1f1b", "recompute": "always", "virtual_stages": 2},
-                    3,
-                    6,
-                ),
-            )
-        ),
+        ({"schedule": "v-half", "recompute": "never"}, 2, 4),
+        ({"schedule": "zbv", "recompute": "except_first"}, 2, 4),
+        ({"schedule": "interleaved-1f1b", "recompute": "always", "virtual_stages": 2}, 3, 6),
     ],
 )
+@slow
 def test_ranks_of_a_script_run_every_schedule(
     scripts: Scripts, reference: Reference, options: dict[str, Any], ranks: int, stages: int
 ) -> None:
@@ -104,10 +96,11 @@ STILL = VARIED.replace("        return nn.Sequential(", "        net = nn.Sequen
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [
-        pytest.param("gpipe", ("--balance", "1,2,4,3"), marks=slow),
+        ("gpipe", ("--balance", "1,2,4,3")),
         ("zbv", ("--balance", "3,4,1,2", "--stages", "2")),
     ],
 )
+@slow
 def test_frozen_layers_at_the_front_have_no_backward(
     jobs: Jobs, reference: Reference, schedule: str, words: tuple[str, ...]
 ) -> None:

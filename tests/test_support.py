@@ -15,6 +15,7 @@ import pytest
 from support.forked import Server
 from support.jobs import Jobs, processes_of, until
 from support.nanobind import without_reports
+from support.slow import slow
 
 LEAKS = """\
 starting 2 workers
@@ -129,6 +130,7 @@ def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+@slow
 @needs_server
 def test_a_process_ends_with_the_process_that_requested_it(jobs: Jobs) -> None:
     requests = """

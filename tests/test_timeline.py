@@ -217,7 +217,7 @@ def test_ranks_without_an_agent_leave_what_they_did_last(jobs: Jobs, torchrun: T
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(("--schedule", name, *more), marks=() if name == "zbv" else slow, id=name)
+        pytest.param(("--schedule", name, *more), id=name)
         for name, *more in (
             ("gpipe", "--recompute", "always"),
             ("1f1b",),
@@ -230,6 +230,7 @@ def test_ranks_without_an_agent_leave_what_they_did_last(jobs: Jobs, torchrun: T
         )
     ],
 )
+@slow
 def test_every_schedule_has_a_report_a_page_and_a_trace(
     jobs: Jobs, words: tuple[str, ...], users_defaults: None
 ) -> None:

@@ -41,6 +41,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @slow
+@slow
 def test_an_index_accepts_the_metadata_and_shows_the_readme(wheel: Path) -> None:
     (sdist,) = wheel.parent.glob("*.tar.gz")
     name = sdist.name.removesuffix(".tar.gz")
@@ -53,6 +54,7 @@ def test_an_index_accepts_the_metadata_and_shows_the_readme(wheel: Path) -> None
             assert metadata.description_content_type == "text/markdown"
 
 
+@slow
 def test_a_wheel_holds_all_of_the_source_within_the_package(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.partition("/")[0] for name in names}

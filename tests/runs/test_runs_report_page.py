@@ -65,6 +65,7 @@ def written(run: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@slow
 def test_a_long_run_has_a_small_page(written: Path) -> None:
     assert written.stat().st_size < 1 << 20
 

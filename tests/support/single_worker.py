@@ -36,6 +36,9 @@ class _Control(Control):
         self.clock = BestSamples()
         self._request = LocalStore().connect()
 
+    def suspended(self) -> float:
+        return 0.0
+
     def send(self, message: FromWorker) -> None: ...
 
     def request(
