@@ -29,6 +29,8 @@ MAX_FRAME_BYTES = 16 << 20
 _MAX_HOST = 256  # characters of a host name that an error shows
 _UNICODE_ERRORS = "surrogatepass"
 """How strings are encoded: file names that are not UTF-8 hold lone surrogates."""
+_BUFFER_BYTES = 4096
+"""Space that packing begins with: a worker without memory for more must still say what failed."""
 
 Build = Callable[[Any], Any]
 T = TypeVar("T")
@@ -203,6 +205,7 @@ def encode(message: Message, generation: int) -> bytes:
         [VERSION, generation, type(message).__name__, _FRAMES.fields(message)],
         default=_FRAMES.to_builtin,
         unicode_errors=_UNICODE_ERRORS,
+        buf_size=_BUFFER_BYTES,
     )
     return frame
 
