@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from papers import throughput
+from papers import largest, speed, throughput
 
 PAGE = Path(__file__).parents[1] / "papers.md"
 
@@ -31,6 +31,8 @@ class Table(NamedTuple):
 
 TABLES = {
     "throughput": Table("GPipe, table 2: normalised throughput", throughput.TEXT, throughput.lines),
+    "speed": Table("torchgpipe: speed of U-Net and ResNet-101", speed.TEXT, speed.lines),
+    "largest": Table("GPipe, table 1: the largest network", largest.TEXT, largest.lines),
 }
 
 

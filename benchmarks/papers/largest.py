@@ -32,8 +32,9 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 STACK = 1 << 20
 FAILED = "t allocate memory", "MemoryError", "bad_alloc", "could not create a primitive"
 REFUSED = "does not fit into the memory"
-SLACK = 1.0, 1.1
-"""For how much of the limit there must be a plan."""
+SLACK = 1.25, 1.5, 1.75
+"""The plans are for so many times the limit: they count a copy of the weights and states, which is
+written as the checkpoint, and which is in shared memory."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Growth:
         named: returns what that is called.
         paper: the paper's parameters in millions, by row; 0 where it has none.
         first: the size with which the search begins.
+        even: whether all layers are alike, so that a balance needs no measurement.
     """
 
     title: str
@@ -54,6 +56,7 @@ class Growth:
     named: Callable[[int, int], str]
     paper: tuple[float, ...]
     first: int
+    even: bool = False
 
 
 def _cells(workers: int) -> int:
@@ -72,6 +75,7 @@ NETWORKS = (
         lambda _, size: f"{size} layers",
         (282.2, 785.8, 0, 0, 5300.0),
         5,
+        even=True,
     ),
     Growth(
         "AmoebaNet-D",
@@ -145,12 +149,12 @@ def largest(network: Growth, workers: int, mode: str, guess: int) -> tuple[int, 
 
 
 def fits(network: Growth, workers: int, mode: str, size: int) -> int:
-    """Train a network; return its parameters, or 0 if an allocation fails.
-
-    If there is no plan for the limit, one for a little more may still run.
-    """
+    """Train a network; return its parameters, or 0 if an allocation fails."""
+    if network.even:
+        return _run(network, workers, mode, size, "--balance", "even") or 0
     for slack in SLACK:
-        found = _run(network, workers, mode, size, round(_base() + slack * MIB * 2**20))
+        memory = round(_base() + slack * MIB * 2**20)
+        found = _run(network, workers, mode, size, "--memory", str(memory))
         if found is not None:
             return found
     return 0
@@ -167,14 +171,14 @@ def _base() -> int:
     return base
 
 
-def _run(network: Growth, workers: int, mode: str, size: int, memory: int) -> int | None:
+def _run(network: Growth, workers: int, mode: str, size: int, *options: str) -> int | None:
     """Return the parameters of a network that was trained, 0 if it was not; None if not planned."""
     microbatches = 1 if mode == "never" else network.microbatches
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         line = [sys.executable, "-m", "pipeworker", "launch", "--stages", str(workers)]
         line += ["--steps", "2", "--recompute", mode, "--microbatches", str(microbatches)]
-        line += ["--max-restarts", "0", "--quiet", "--run-dir", str(run), "--memory", str(memory)]
+        line += ["--max-restarts", "0", "--quiet", "--run-dir", str(run), *options]
         line += [str(JOB), "--", str(EXAMPLES / network.file), str(MIB)]
         line += network.words(workers, size).split()
         # Each thread's stack is private memory too, and as large as this limit when it is made.

@@ -34,6 +34,10 @@ AMOEBANET = Network(
     "amoebanet.py",
     "--cells 18 --filters 256 --side 224 --classes 1000 --noise",
 )
+UNET = Network("U-Net (5, 64)", "unet.py", "--blocks 5 --channels 64 --side 192 --noise")
+RESNET = Network(
+    "ResNet-101", "resnet101.py", "--depth 101 --channels 64 --side 224 --classes 1000 --noise"
+)
 
 Stages = tuple[tuple[float, float], ...]
 """The seconds of a sample's forward and backward, without recompute, in each stage."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,40 +34,62 @@ PAPER = {
     TRANSFORMER: ((1.0, 1.7, 1.8), (1.07, 3.2, 3.4), (1.3, 4.8, 6.3)),
 }
 """Table 2 of 1811.06965: by workers, by micro-batches."""
+TORCHGPIPE = {
+    AMOEBANET: ((1.0, 1.539, 1.773), (1.004, 1.666, 2.709), (0.932, 2.621, 4.953)),
+    TRANSFORMER: (("",) * 3,) * 3,
+}
+"""The same of 2004.09910, which has no Transformer."""
 BETTER = ("--schedule", "interleaved-1f1b", "--virtual-stages", "2")
 
 
 def lines() -> Iterator[str]:
     """Yield the table, as Markdown."""
-    yield "| network | K | M | GPipe | ours, `gpipe` | its limit | `interleaved-1f1b` | its limit |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for network, paper in PAPER.items():
-        yield from _of(network, paper)
+    ours = "ours, `gpipe` | its limit | `interleaved-1f1b` | its limit"
+    yield f"| network | K | M | GPipe | torchgpipe | {ours} |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for network in PAPER:
+        yield from _of(network)
 
 
-def _of(network: Network, paper: Sequence[Sequence[float]]) -> Iterator[str]:
-    for workers, published in zip(WORKERS, paper, strict=True):
-        for (microbatches, seconds), figure in zip(SECONDS.items(), published, strict=True):
-            cells = [network.title, str(workers), str(microbatches), str(figure)]
+def _of(network: Network) -> Iterator[str]:
+    for place, workers in enumerate(WORKERS):
+        published = zip(
+            SECONDS.items(), PAPER[network][place], TORCHGPIPE[network][place], strict=True
+        )
+        for (microbatches, seconds), *figures in published:
+            cells = [network.title, str(workers), str(microbatches), *map(str, figures)]
             for options in ((), BETTER) if microbatches == SAMPLES else ((),):
-                stages = stages_of(network, workers, *options)
-                forward = sum(forward for forward, _ in stages) * SAMPLES / microbatches
-                scale = seconds * workers / forward
-                stages = tuple((scale * f, scale * b) for f, b in stages)
+                stages = scaled(network, workers, seconds * microbatches / SAMPLES, *options)
                 pairs = alone(stages, microbatches)
                 unit = microbatches * sum(forward + both for forward, both in pairs)
                 name = options[1] if options else "gpipe"
                 cells.append(f"{unit / step(stages, workers, microbatches, *options):.2f}")
                 cells.append(f"{unit / limit(pairs, workers, microbatches, name):.2f}")
-            yield f"| {' | '.join([*cells, '', ''][:8])} |"
+            yield f"| {' | '.join([*cells, '', ''][:9])} |"
 
 
-def step(stages: Stages, workers: int, microbatches: int, *options: str) -> float:
-    """Return the median seconds of a step of a real run."""
+def scaled(network: Network, workers: int, seconds: float, *options: str) -> Stages:
+    """Return the stages of a network, so that a sample's forward takes so long in a worker."""
+    stages = stages_of(network, workers, *options)
+    scale = seconds * workers / sum(forward for forward, _ in stages)
+    return tuple((scale * forward, scale * backward) for forward, backward in stages)
+
+
+def step(
+    stages: Stages,
+    workers: int,
+    microbatches: int,
+    *options: str,
+    recompute: str = "always",
+    look: Callable[[Path], object] = lambda _: None,
+) -> float:
+    """Return the median seconds of a step of a real run; `look` is called with its directory."""
     words = (json.dumps(stages), str(len(stages)), str(BYTES), str(SAMPLES))
     steps = SKIPPED_STEPS + 3
     options = ("--balance", "even", *options)
-    return pipeworker_step(JOB, workers, microbatches, steps, "always", *words, options=options)
+    return pipeworker_step(
+        JOB, workers, microbatches, steps, recompute, *words, options=options, look=look
+    )
 
 
 def alone(stages: Stages, microbatches: int) -> list[tuple[float, float]]:
@@ -79,12 +101,16 @@ def alone(stages: Stages, microbatches: int) -> list[tuple[float, float]]:
 
 
 def limit(
-    pairs: Sequence[tuple[float, float]], workers: int, microbatches: int, name: str = "gpipe"
+    pairs: Sequence[tuple[float, float]],
+    workers: int,
+    microbatches: int,
+    name: str = "gpipe",
+    recompute: str = "always",
 ) -> float:
     """Return the seconds of a step of a schedule if nothing but the layers took time."""
     order = replace(ORDERS[name], virtual_stages=len(pairs) // workers)
     placement = order.place(workers)
-    schedule = order.build(placement, microbatches, ["always"] * placement.stages)
+    schedule = order.build(placement, microbatches, [recompute] * placement.stages)
     forward = tuple(forward for forward, _ in pairs)
     backward = tuple(both - forward for forward, both in pairs)
     return simulate(schedule, Costs(forward, backward, backward)).makespan
