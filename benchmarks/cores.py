@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from parts import peer, pipeworker_step
+from parts import pipeworker_step
+from peer import GPIPE, peer
 
 HERE = Path(__file__).resolve().parent
 STEPS = 9
@@ -37,7 +38,8 @@ def measured(args: argparse.Namespace) -> Iterator[tuple[str, int, int, list[flo
             job = HERE / f"{net}_job.py"
             seconds[net, m, k].append(pipeworker_step(job, k, m, STEPS, "never", str(m)))
             if k > 1 and net == "transformer":
-                peer_seconds[net, m, k].append(peer(job, k, m, STEPS, str(m)))
+                found = peer(GPIPE, job, k, m, STEPS, str(m))
+                peer_seconds[net, m, k].append(found.seconds)
     for net, m, k in cases:
         yield net, m, k, seconds[net, m, k], peer_seconds[net, m, k]
 

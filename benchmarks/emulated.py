@@ -15,7 +15,8 @@ import argparse
 import statistics
 from pathlib import Path
 
-from parts import peer, pipeworker_step, plain
+from parts import pipeworker_step, plain
+from peer import GPIPE, peer
 
 JOB = Path(__file__).with_name("emulated_job.py").resolve()
 CASES = [  # forward seconds, activation bytes, recompute, steps, target share
@@ -46,7 +47,7 @@ def main() -> None:
             bounds.append(m * (both + recompute) + (k - 1) * both)
             times.append(pipeworker_step(JOB, k, m, steps, mode, *words))
             if mode == "never" and not args.no_peer:
-                peers.append(peer(JOB, k, m, steps, *words))
+                peers.append(peer(GPIPE, JOB, k, m, steps, *words).seconds)
         share = statistics.median(b / t for b, t in zip(bounds, times, strict=True))
         line = f"{forward * 1e3:4.0f} ms  {size >> 10:7d} KB  {mode:9} "
         line += f"{statistics.median(bounds):7.4f} {statistics.median(times):7.4f}"

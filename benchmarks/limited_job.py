@@ -19,7 +19,6 @@ import torch
 from parts import load_job
 
 _FILE, _MIB, *_WORDS = sys.argv[1:]
-sys.path.insert(0, str(Path(_FILE).parent))
 _job = load_job(_FILE, _WORDS)
 model, loss = _job.model, _job.loss
 

@@ -19,7 +19,10 @@ __all__ = ["data", "loss", "model", "optimizer"]
 
 
 class Stage(nn.Module):
-    """An emulated accelerator: (batch, elements) to the same, for so many seconds a sample."""
+    """An emulated accelerator: (batch, elements) to the same, for so many seconds a sample.
+
+    Half of the backward is for the input and half for the weight, as zero-bubble schedules have it.
+    """
 
     def __init__(self, forward: float, backward: float) -> None:
         super().__init__()
@@ -28,7 +31,9 @@ class Stage(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         forward, backward = self.seconds
-        return sleep(x, self.weight, len(x) * forward, len(x) * backward)
+        half = len(x) * backward / 2
+        moved = sleep(x, self.weight, len(x) * forward, half)
+        return moved + sleep(self.weight, self.weight, 0.0, half)
 
 
 def model() -> list[Any]:

@@ -1,7 +1,6 @@
-"""The parts that benchmarks run in separate processes, for any job file: pipeworker, peer, bound.
+"""The parts that benchmarks run in separate processes, for any job file: pipeworker, and the bound.
 
 python benchmarks/parts.py plain JOB_FILE STAGES MICROBATCHES ARGUMENTS...
-torchrun --nproc-per-node STAGES benchmarks/parts.py peer JOB_FILE STEPS MICROBATCHES ARGUMENTS...
 """
 
 from __future__ import annotations
@@ -63,14 +62,10 @@ def pipeworker_step(
     return float(statistics.median(row["seconds"] for row in rows[SKIPPED_STEPS:]))
 
 
-def peer(job_file: Path, stages: int, microbatches: int, steps: int, *words: str) -> float:
-    """Return the median seconds of a step of torch.distributed.pipelining's ScheduleGPipe."""
-    line = ["-m", "torch.distributed.run", "--nproc-per-node", str(stages), str(HERE), "peer"]
-    return float(python(*line, str(job_file), str(steps), str(microbatches), *words))
-
-
 def load_job(job_file: str, words: list[str]) -> Any:
+    """Import a job file as if it were called with these words, from its own folder."""
     sys.argv = [job_file, *words]
+    sys.path.insert(0, str(Path(job_file).resolve().parent))
     spec = importlib.util.spec_from_file_location("job", job_file)
     assert spec is not None
     assert spec.loader is not None
@@ -121,40 +116,6 @@ def run_plain(job: Any, stages: int, microbatches: int) -> None:
     print(json.dumps(found))
 
 
-def run_peer(job: Any, steps: int, microbatches: int) -> None:
-    """Run one rank of ScheduleGPipe."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    net = _stage(job, rank, world)
-    stage = PipelineStage(net, rank, world, torch.device("cpu"))
-    schedule = ScheduleGPipe(stage, microbatches, loss_fn=job.loss)
-    optimizer = job.optimizer(net.parameters())
-    x, y = next(iter(job.data()))
-    times = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        if rank == 0:
-            schedule.step(x)
-        elif rank == world - 1:
-            schedule.step(target=y, losses=[])
-        else:
-            schedule.step()
-        optimizer.step()
-        dist.barrier()
-        times.append(time.perf_counter() - start)
-    if rank == 0:
-        print(statistics.median(times[SKIPPED_STEPS:]), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    part, job_file, count, microbatches, *words = sys.argv[1:]
-    run = {"plain": run_plain, "peer": run_peer}[part]
-    run(load_job(job_file, words), int(count), int(microbatches))
+    _, job_file, count, microbatches, *words = sys.argv[1:]
+    run_plain(load_job(job_file, words), int(count), int(microbatches))

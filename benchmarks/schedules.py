@@ -27,7 +27,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from parts import SKIPPED_STEPS, load_job, pipeworker_step, python
+from parts import load_job, pipeworker_step, python
+from peer import PLACED, peer
 from replay import add_replayed
 
 from pipeworker.plan.actions import Action, Kind
@@ -37,13 +38,13 @@ from pipeworker.plan.simulate import Costs, simulate
 
 HERE = Path(__file__).resolve()
 JOB = HERE.with_name("schedules_job.py")
-PEERS = {  # the peer's class, and how it places two stages on a worker
-    "gpipe": ("ScheduleGPipe", ""),
-    "1f1b": ("Schedule1F1B", ""),
-    "interleaved-1f1b": ("ScheduleInterleaved1F1B", "loop"),
-    "zb-h1": ("ScheduleInterleavedZeroBubble", "loop"),
-    "zbv": ("ScheduleZBVZeroBubble", "v"),
-    "dualpipev": ("ScheduleDualPipeV", "v"),
+PEERS = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved-1f1b": "ScheduleInterleaved1F1B",
+    "zb-h1": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
 }
 
 
@@ -79,7 +80,8 @@ def main() -> None:
             times.append(run(*words, options=("--schedule", name), look=look))
             refused = name == "dualpipev" and m < 2 * k  # by the peer
             if name in PEERS and not (args.no_peer or refused):
-                peers.append(peer(k, args.steps, m, name, words))
+                layers = [1] * 2 * k if PLACED[PEERS[name]] else [2] * k
+                peers.append(peer(PEERS[name], JOB, layers, m, args.steps, *words).seconds)
         share = statistics.median(b / t for b, t in zip(bounds, times, strict=True))
         line = f"{name:18} {statistics.median(bounds):7.4f} {statistics.median(times):7.4f}"
         line += f"  {share:5.3f}     {statistics.median(replayed):5.3f} {live:5.1f}"
@@ -94,12 +96,6 @@ def most_live(actions: Sequence[Action]) -> int:
     """Return the largest number of micro-batches, over all stages of a worker, that are live."""
     changes = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
     return max(accumulate(changes.get(action.kind, 0) for action in actions))
-
-
-def peer(workers: int, steps: int, microbatches: int, name: str, words: tuple[str, ...]) -> float:
-    """Return the median seconds of a step of the peer's schedule."""
-    line = ["-m", "torch.distributed.run", "--nproc-per-node", str(workers), str(HERE), "peer"]
-    return float(python(*line, str(steps), str(microbatches), name, *words))
 
 
 def run_layer(job: Any) -> None:
@@ -121,54 +117,9 @@ def run_layer(job: Any) -> None:
     print(json.dumps([statistics.median(time[part] for time in times) for part in range(3)]))
 
 
-def run_peer(job: Any, steps: int, microbatches: int, name: str) -> None:
-    """Run one rank of the peer's schedule."""
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    from torch.distributed import pipelining
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    kind, placed = PEERS[name]
-    made = [layer() for layer in job.model()]
-    device = torch.device("cpu")
-    if placed:
-        held = [rank, rank + world] if placed == "loop" else [rank, 2 * world - 1 - rank]
-        layers = [made[stage : stage + 1] for stage in held]
-    else:
-        held, layers = [rank], [made[2 * rank : 2 * rank + 2]]
-    count = world * len(held)
-    stages = [
-        pipelining.PipelineStage(nn.Sequential(*some), stage, count, device)
-        for stage, some in zip(held, layers, strict=True)
-    ]
-    scheduler: Any = getattr(pipelining.schedules, kind)
-    schedule = scheduler(stages if placed else stages[0], microbatches, loss_fn=job.loss)
-    optimizer = job.optimizer([p for some in layers for layer in some for p in layer.parameters()])
-    x, y = next(iter(job.data()))
-    times = []
-    for _ in range(steps):
-        began = time.perf_counter()
-        optimizer.zero_grad()
-        inputs = (x,) if 0 in held else ()
-        target = {"target": y, "losses": []} if count - 1 in held else {}
-        schedule.step(*inputs, **target)
-        optimizer.step()
-        dist.barrier()
-        times.append(time.perf_counter() - began)
-    if rank == 0:
-        print(statistics.median(times[SKIPPED_STEPS:]), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["layer", *words]:
             run_layer(load_job(str(JOB), words))
-        case ["peer", steps, microbatches, name, *words]:
-            run_peer(load_job(str(JOB), words), int(steps), int(microbatches), name)
         case _:
             main()

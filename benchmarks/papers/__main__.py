@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from papers import largest, speed, throughput
+from papers import ablation, largest, overhead, peers, speed, throughput
 
 PAGE = Path(__file__).parents[1] / "papers.md"
 
@@ -32,6 +32,9 @@ class Table(NamedTuple):
 TABLES = {
     "throughput": Table("GPipe, table 2: normalised throughput", throughput.TEXT, throughput.lines),
     "speed": Table("torchgpipe: speed of U-Net and ResNet-101", speed.TEXT, speed.lines),
+    "overhead": Table("GPipe, section 3.1: where the time goes", overhead.TEXT, overhead.lines),
+    "ablation": Table("torchgpipe: ablation", ablation.TEXT, ablation.lines),
+    "peers": Table("Other pipelines", peers.TEXT, peers.lines),
     "largest": Table("GPipe, table 1: the largest network", largest.TEXT, largest.lines),
 }
 

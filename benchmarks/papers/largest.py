@@ -92,7 +92,7 @@ NETWORKS = (
         "U-Net",
         "unet.py",
         8,
-        lambda _, size: f"--blocks {size} --channels 16 --side 64 --batch 32 --noise",
+        lambda _, size: f"--blocks {size} --channels 16 --side 32 --batch 32 --noise",
         lambda _, size: f"({size}, 16)",
         (362.2, 2214, 4994, 7800, 15820),
         2,
