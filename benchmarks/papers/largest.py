@@ -32,9 +32,6 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 STACK = 1 << 20
 FAILED = "t allocate memory", "MemoryError", "bad_alloc", "could not create a primitive"
 REFUSED = "does not fit into the memory"
-SLACK = 1.25, 1.5, 1.75
-"""The plans are for so many times the limit: they count a copy of the weights and states, which is
-written as the checkpoint, and which is in shared memory."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ NETWORKS = (
         "U-Net",
         "unet.py",
         8,
-        lambda _, size: f"--blocks {size} --channels 16 --side 32 --batch 32 --noise",
+        lambda _, size: f"--blocks {size} --channels 16 --side 64 --batch 16 --noise",
         lambda _, size: f"({size}, 16)",
         (362.2, 2214, 4994, 7800, 15820),
         2,
@@ -150,14 +147,49 @@ def largest(network: Growth, workers: int, mode: str, guess: int) -> tuple[int, 
 
 def fits(network: Growth, workers: int, mode: str, size: int) -> int:
     """Train a network; return its parameters, or 0 if an allocation fails."""
-    if network.even:
-        return _run(network, workers, mode, size, "--balance", "even") or 0
-    for slack in SLACK:
-        memory = round(_base() + slack * MIB * 2**20)
-        found = _run(network, workers, mode, size, "--memory", str(memory))
-        if found is not None:
-            return found
-    return 0
+    microbatches = 1 if mode == "never" else network.microbatches
+    words = network.words(workers, size).split()
+    balance = "even" if workers == 1 or network.even else _balance(network, workers, words)
+    if not balance:
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        line = [sys.executable, "-m", "pipeworker", "launch", "--stages", str(workers)]
+        line += ["--steps", "2", "--recompute", mode, "--microbatches", str(microbatches)]
+        line += ["--max-restarts", "0", "--balance", balance, "--quiet", "--run-dir", str(run)]
+        line += [str(JOB), "--", str(EXAMPLES / network.file), str(MIB), *words]
+        # Each thread's stack is private memory too, and as large as this limit when it is made.
+        small = partial(resource.setrlimit, resource.RLIMIT_STACK, (STACK, STACK))
+        done = subprocess.run(
+            line, capture_output=True, text=True, env=os.environ | ALLOCATOR, preexec_fn=small
+        )
+        if done.returncode == 0:
+            stages = json.loads((run / "plan.json").read_text())["stages"]
+            return sum(int(stage["parameters"]) for stage in stages)
+    if any(text in done.stderr for text in FAILED):
+        return 0
+    raise SystemExit(done.stderr)
+
+
+def _balance(network: Growth, workers: int, words: list[str]) -> str:
+    """Return the balance of the plan that needs the least memory of a worker; "" if none is near.
+
+    A plan counts what this benchmark does without, two copies of weights and states for recovery.
+    """
+    file = str(EXAMPLES / network.file)
+    line = [sys.executable, "-m", "pipeworker", "plan", "--stages", str(workers), "--json"]
+    line += ["--recompute", "always", "--microbatches", str(network.microbatches)]
+    for times in (1.0, 1.5, 2.0, 2.5, 3.0):
+        memory = round(_base() + times * MIB * 2**20)
+        last = ["--memory", str(memory), file, "--", *words]
+        done = subprocess.run([*line, *last], capture_output=True, text=True)
+        if done.returncode == 0:
+            stages = json.loads(done.stdout)["stages"]
+            ends = sorted(stage["layers"] for stage in stages)
+            return ",".join(str(end - begin) for begin, end in ends)
+        if REFUSED not in done.stderr:
+            raise SystemExit(done.stderr)
+    return ""
 
 
 @cache
@@ -169,28 +201,3 @@ def _base() -> int:
         pipeworker(dict(os.environ), "launch", *words, str(EXAMPLES / "transformer.py"))
         base: int = json.loads((run / "plan.json").read_text())["facts"]["base_bytes"]
     return base
-
-
-def _run(network: Growth, workers: int, mode: str, size: int, *options: str) -> int | None:
-    """Return the parameters of a network that was trained, 0 if it was not; None if not planned."""
-    microbatches = 1 if mode == "never" else network.microbatches
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        line = [sys.executable, "-m", "pipeworker", "launch", "--stages", str(workers)]
-        line += ["--steps", "2", "--recompute", mode, "--microbatches", str(microbatches)]
-        line += ["--max-restarts", "0", "--quiet", "--run-dir", str(run), *options]
-        line += [str(JOB), "--", str(EXAMPLES / network.file), str(MIB)]
-        line += network.words(workers, size).split()
-        # Each thread's stack is private memory too, and as large as this limit when it is made.
-        small = partial(resource.setrlimit, resource.RLIMIT_STACK, (STACK, STACK))
-        done = subprocess.run(
-            line, capture_output=True, text=True, env=os.environ | ALLOCATOR, preexec_fn=small
-        )
-        if done.returncode == 0:
-            stages = json.loads((run / "plan.json").read_text())["stages"]
-            return sum(int(stage["parameters"]) for stage in stages)
-    if any(text in done.stderr for text in FAILED):
-        return 0
-    if REFUSED in done.stderr:
-        return None
-    raise SystemExit(done.stderr)
