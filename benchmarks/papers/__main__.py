@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from papers import ablation, largest, overhead, peers, speed, throughput
+from papers import ablation, largest, memory, overhead, peers, speed, throughput
 
 PAGE = Path(__file__).parents[1] / "papers.md"
 
@@ -32,6 +32,7 @@ class Table(NamedTuple):
 TABLES = {
     "throughput": Table("GPipe, table 2: normalised throughput", throughput.TEXT, throughput.lines),
     "speed": Table("torchgpipe: speed of U-Net and ResNet-101", speed.TEXT, speed.lines),
+    "memory": Table("torchgpipe: memory of U-Net", memory.TEXT, memory.lines),
     "overhead": Table("GPipe, section 3.1: where the time goes", overhead.TEXT, overhead.lines),
     "ablation": Table("torchgpipe: ablation", ablation.TEXT, ablation.lines),
     "peers": Table("Other pipelines", peers.TEXT, peers.lines),
