@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from papers import ablation, largest, memory, overhead, peers, speed, throughput
+from papers import ablation, largest, memory, overhead, peers, pictures, speed, throughput
 
 PAGE = Path(__file__).parents[1] / "papers.md"
 
@@ -57,6 +57,7 @@ def main() -> None:
         )
         made = f"`python -m papers {name}`, {date.today()}, {where}, {versions}."
         _replace(name, "\n".join([f"## {table.title}", "", table.text, made, "", *lines, ""]))
+    pictures.draw(PAGE)
 
 
 def _replace(name: str, text: str) -> None:
