@@ -174,11 +174,14 @@ def launch(
         sys.exit(foreground.run(request, view))
     spec = choose.spec_of(request, target, chosen)
     if isinstance(engine, Cluster):
-        replace(request, stages=spec.stages).new_options()  # find mistakes before anything is sent
+        request = replace(request, stages=spec.stages)
+        request.new_options()  # find mistakes before anything is sent
     new = replace(spec, run_dir=spec.run_dir or engine.new_run_dir(spec))
     if dry_run:
         click.echo(engine.render(new), nl=False)
     elif isinstance(engine, Cluster):
+        if engine.shares_files:
+            request.check_directory()
         sys.exit(_follow(engine.submit(new)))
     else:
         sys.exit(_run(request, engine, spec, view))

@@ -14,7 +14,7 @@ import click
 from launcher.command import is_given, is_typed
 from launcher.engines.engine import Carrier, Cluster, Local
 from launcher.engines.kubernetes import Kubernetes
-from launcher.engines.slurm import Slurm, SlurmAllocation
+from launcher.engines.slurm import Slurm, SlurmAllocation, check_job_step
 from launcher.engines.ssh import Ssh, parse_hosts, read_hosts
 from launcher.spec import Host, JobSpec, job_name
 from pipeworker.errors import UsageError
@@ -77,6 +77,7 @@ class Target:
             return CLUSTERS[self.cluster]
         if self.hosts:
             return Ssh()
+        check_job_step(os.environ)
         allocation = SlurmAllocation()
         return allocation if allocation.is_inside(os.environ) else Local()
 
@@ -173,6 +174,7 @@ def spec_of(request: RunRequest, target: Target, chosen: Mapping[str, Any]) -> J
         replicas=replicas,
         threads=chosen["threads"] or 1,
         sync=target.sync,
+        auto_resume=request.auto_resume,
         source=source,
         python=sys.executable,
     )

@@ -52,6 +52,7 @@ class JobSpec:
         settings: further settings of a cluster (``--set NAME=VALUE``).
         threads: per worker.
         sync: whether the job file's folder is sent to the hosts first.
+        auto_resume: whether each start, also the first, resumes a run that `run_dir` holds.
         source: the text of the job file, if the hosts do not share this host's files.
         python: the interpreter that runs the launcher.
     """
@@ -70,6 +71,7 @@ class JobSpec:
     replicas: int = 1
     threads: int = 1
     sync: bool = False
+    auto_resume: bool = False
     source: str = ""
     python: str = "python"
 
@@ -92,11 +94,10 @@ class JobSpec:
         """The number of cores on which the workers of the fullest node compute."""
         return self.workers_per_node * self.threads
 
-    def words(self, job_file: str) -> list[str]:
-        """Return the job's options, its file and its arguments, as typed for each of its starts."""
-        again = [] if "--resume" in self.options else ["--auto-resume"]
+    def words(self, job_file: str, *more: str) -> list[str]:
+        """Return the job's options, `more` of them, its file and its arguments."""
         arguments = ["--", *self.arguments] if self.arguments else []
-        return [*self.options, "--run-dir", self.run_dir, *again, job_file, *arguments]
+        return [*self.options, "--run-dir", self.run_dir, *more, job_file, *arguments]
 
 
 def assign_ranks(places: Sequence[int], ranks: int) -> list[int]:

@@ -14,7 +14,10 @@
 
 # A notice (USR1 before the time limit, TERM to the agents at a preemption) stops the run with a
 # checkpoint; the requeued job resumes it. INT stops the run for good.
-python -m pipeworker launch --stages 8 --steps 10000 --checkpoint-every 30m --run-dir /project/runs/train --auto-resume /project/train.py -- --width 4096 &
+# After the first start, the run directory holds this job's run.
+set --
+if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then set -- --auto-resume; fi
+python -m pipeworker launch "$@" --stages 8 --steps 10000 --checkpoint-every 30m --run-dir /project/runs/train /project/train.py -- --width 4096 &
 run=$!
 requeue=yes
 trap 'kill -TERM $run' USR1

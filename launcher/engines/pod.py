@@ -185,6 +185,6 @@ def _args(spec: JobSpec, settings: Settings) -> list[str]:
         *("--nodes", str(spec.nodes), "--workers", str(spec.workers_per_node)),
         *("--at", f"{first}.{settings.name}", "--port", str(_PORT)),
         "--",  # the rest is for each rank
-        *spec.words(job_file),
+        *spec.words(job_file, *(() if "--resume" in spec.options else ("--auto-resume",))),
     ]
     return [word.replace("$(", "$$(") for word in words]

@@ -24,8 +24,12 @@ from pipeworker.errors import PipeworkerError, UsageError
 NOTICE = 120
 """Seconds before the end of its time limit at which a job is notified."""
 POLL_SECONDS = 1.0
+MOST_SECONDS = 60.0
+"""Between two questions to a controller that does not answer."""
 _CALLER = "SLURM_LAUNCH_NODE_IPADDR"
 """The variable in which srun passes on the address of the host that called it."""
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+"""A time limit: minutes, minutes:seconds, hours:minutes:seconds, or behind days and a hyphen."""
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 _SCRIPT = """\
 #!/bin/bash
@@ -33,6 +37,7 @@ _SCRIPT = """\
 
 # A notice (USR1 before the time limit, TERM to the agents at a preemption) stops the run with a
 # checkpoint; the requeued job resumes it. INT stops the run for good.
+{again}
 {command} &
 run=$!
 requeue=yes
@@ -51,6 +56,10 @@ if [ $status -eq 130 ] && [ $requeue = yes ] && [ "$state" = RUNNING ]; then
 fi
 exit $status
 """
+_AGAIN = """\
+# After the first start, the run directory holds this job's run.
+set --
+if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then set -- --auto-resume; fi"""
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "CONFIGURING", "SUSPENDED")
 _RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STOPPED", "RESIZING", "STAGE_OUT")
 _UNKNOWN = "Invalid job id"
@@ -67,23 +76,44 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class SlurmJob:
-    """A submitted job: its number, and the file to which its output goes."""
+    """A submitted job.
+
+    Attributes:
+        job: its number.
+        log: the file to which its output goes; None if Slurm alone knows it.
+        start: the size of the file when the job was submitted.
+    """
 
     job: str
-    log: Path
+    log: Path | None
+    start: int = 0
 
     def follow(self) -> int:
-        """Show the job's output, or why it waits, until it ends; return its exit status."""
-        shown, waits_for = 0, ""
+        """Show the job's output, or why it waits, until it ends; return its exit status.
+
+        Slurm may not answer for a while: the job runs meanwhile.
+        """
+        shown, waits_for, silent = self.start, "", 0
         while True:
-            found = self.state()
             shown = self._show(shown)
+            try:
+                found = self.state()
+            except PipeworkerError as error:
+                if not silent:
+                    click.echo(f"job {self.job} goes on, but {error}; asking again", err=True)
+                silent += 1
+                time.sleep(min(POLL_SECONDS * 2**silent, MOST_SECONDS))
+                continue
+            if silent:
+                click.echo(f"job {self.job}: Slurm answers again", err=True)
+                silent = 0
             if found.state in _WAITING and found.reason not in ("", waits_for):
                 waits_for = found.reason
                 click.echo(f"job {self.job} waits: {waits_for}", err=True)
             if found.state not in (*_WAITING, *_RUNNING):
                 break
             time.sleep(POLL_SECONDS)
+        self._show(shown)
         if found.state == "COMPLETED":
             return 0
         if not found.status:
@@ -116,7 +146,7 @@ class SlurmJob:
 
     def _show(self, start: int) -> int:
         """Show the log from an offset on; return the next offset."""
-        if not self.log.exists():
+        if self.log is None or not self.log.exists():
             return start
         with self.log.open("rb") as file:
             file.seek(start)
@@ -133,8 +163,13 @@ class Slurm(Cluster):
         """Return the script of a job, whose settings are long options of sbatch and override ours.
 
         Raises:
-            UsageError: a setting is not an option.
+            UsageError: a setting is not an option, or asks for several jobs.
         """
+        if "array" in spec.settings:
+            raise UsageError(
+                "--set array: its jobs would share a run directory; submit each by itself, with a "
+                "--run-dir of its own"
+            )
         directives = {
             "job-name": spec.name,
             "nodes": str(spec.nodes),
@@ -154,9 +189,12 @@ class Slurm(Cluster):
             f"#SBATCH --{name}={shlex.quote(value)}" if value else f"#SBATCH --{name}"
             for name, value in directives.items()
         ]
-        launch = [spec.python, "-m", "pipeworker", "launch", "--stages", str(spec.stages)]
-        line = shlex.join([*launch, *spec.words(spec.job_file)])
-        return _SCRIPT.format(directives="\n".join(lines), command=line)
+        start = shlex.join([spec.python, "-m", "pipeworker", "launch"])
+        words = shlex.join(["--stages", str(spec.stages), *spec.words(spec.job_file)])
+        again = "set -- --auto-resume" if spec.auto_resume else _AGAIN
+        again = "set --" if "--resume" in spec.options else again
+        line = f'{start} "$@" {words}'
+        return _SCRIPT.format(directives="\n".join(lines), again=again, command=line)
 
     def submit(self, spec: JobSpec) -> SlurmJob:
         """Submit the script of a job.
@@ -164,15 +202,29 @@ class Slurm(Cluster):
         Raises:
             UsageError: Slurm is not installed here, or rejects the script.
         """
-        script, log = self.render(spec), Path(_log(spec))
-        log.parent.mkdir(parents=True, exist_ok=True)  # Slurm drops the output otherwise
+        script, pattern = self.render(spec), spec.settings.get("output", _log(spec))
+        parent = Path(spec.folder, pattern).parent
+        if "%" not in str(parent):
+            parent.mkdir(parents=True, exist_ok=True)  # Slurm drops the output otherwise
+        early = _log_file(spec, pattern, "")
+        start = early.stat().st_size if early and early.exists() else 0
         try:
             answer = _run("sbatch", "--parsable", text=script)
         except PipeworkerError as error:
             raise UsageError(str(error)) from None
-        job = SlurmJob(answer.strip().partition(";")[0], log)
-        click.echo(f"job {job.job} is submitted; its output goes to {log}", err=True)
-        return job
+        number = answer.strip().partition(";")[0]
+        log = _log_file(spec, pattern, number)
+        shown = log or f"{pattern}, which cannot be followed"
+        click.echo(f"job {number} is submitted; its output goes to {shown}", err=True)
+        limit = time_limit(spec.settings.get("time", ""))
+        if limit is not None and limit <= NOTICE and "signal" not in spec.settings:
+            click.echo(
+                f"warning: the time limit is {limit} s, and the job is notified {NOTICE} s before "
+                "it: it would save a checkpoint and be put back into the queue at once; give more "
+                "--set time, or --set signal=B:USR1@SECONDS",
+                err=True,
+            )
+        return SlurmJob(number, log, start)
 
 
 class SlurmAllocation(Carrier):
@@ -190,6 +242,53 @@ class SlurmAllocation(Carrier):
 
 def _log(spec: JobSpec) -> str:
     return f"{spec.run_dir}.log"
+
+
+def _log_file(spec: JobSpec, pattern: str, number: str) -> Path | None:
+    """Return the file that a pattern of sbatch names; None if that depends on more than the job.
+
+    Without the job's number, it is the file that all jobs of this pattern have.
+    """
+    known = {"x": spec.settings.get("job-name", spec.name), "%": "%"}
+    if number:
+        known |= {"j": number, "A": number}
+    if {*re.findall(r"%(.)", pattern)} - known.keys():
+        return None
+    name = re.sub(r"%(.)", lambda found: known[found[1]], pattern)
+    return Path(spec.settings.get("chdir", spec.folder), name)
+
+
+def time_limit(text: str) -> int | None:
+    """Return the seconds of a time limit as sbatch takes it; None if it is something else."""
+    match = _TIME.fullmatch(text)
+    if match is None:
+        return None
+    days, *parts = match.groups()
+    first, second, third = (int(part or 0) for part in parts)
+    if days is not None:
+        return 86400 * int(days) + 3600 * first + 60 * second + third
+    if parts[2] is not None:
+        return 3600 * first + 60 * second + third
+    return 60 * first + second
+
+
+def check_job_step(environment: Mapping[str, str]) -> None:
+    """Check that srun has not started a launcher for each task, nor Slurm several allocations.
+
+    Raises:
+        UsageError: it has.
+    """
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    if "SLURM_STEP_ID" in environment and tasks != "1":
+        raise UsageError(
+            f"srun starts this command {tasks} times, each a job of its own: write `pipeworker "
+            "launch` without srun, and it starts a job step on each node"
+        )
+    if environment.get("SLURM_HET_SIZE", "1") != "1":
+        raise UsageError(
+            "a heterogeneous job of Slurm has several allocations, and pipeworker uses one: submit "
+            "a job without components"
+        )
 
 
 def allocated_nodes(environment: Mapping[str, str]) -> tuple[tuple[str, int], ...]:

@@ -372,6 +372,14 @@ def listed(path: Path) -> str:
     return ""
 
 
+def already_exists(asked: str | Path) -> UsageError:
+    """Return the error about a directory that a new run cannot have."""
+    return UsageError(
+        f"run directory {asked}: exists already; choose another --run-dir, or add --resume (in a "
+        "script, resume=True) to continue its run"
+    )
+
+
 def create(asked: str | Path | None, job_file: Path) -> tuple[RunDir, tuple[Path, ...]]:
     """Make the directory of a new run: `asked`, or ``runs/<stem of the job file>-<time>``.
 
@@ -392,10 +400,7 @@ def create(asked: str | Path | None, job_file: Path) -> tuple[RunDir, tuple[Path
             return RunDir(path.resolve()), (path.resolve(), *new)
         except FileExistsError:
             if asked:
-                raise UsageError(
-                    f"run directory {asked}: exists already; choose another --run-dir, or add "
-                    "--resume (in a script, resume=True) to continue its run"
-                ) from None
+                raise already_exists(asked) from None
             attempt += 1
             path = stem.with_name(f"{stem.name}-{attempt}")
         except OSError as error:

@@ -118,6 +118,20 @@ class RunRequest:
                 weight_files.find_weight_files(Path(options.init_from))
         resume_options.parse_allowed(self.allow_change)
 
+    def check_directory(self) -> None:
+        """Check that the run directory can have this job, which begins later; nothing is changed.
+
+        Raises:
+            UsageError: it exists, or holds no run to resume or one with other options.
+        """
+        if not self.run_dir:
+            return
+        run_dir = RunDir(Path(self.run_dir))
+        if self.is_resume:
+            self._merged_options(run_record.RunRecord.read(run_dir))
+        elif run_dir.path.exists() or run_dir.path.is_symlink():
+            raise rundir.already_exists(self.run_dir)
+
     def prepare(self) -> PreparedRun:
         """Create the run directory, or roll that of the run to resume back to its checkpoint.
 

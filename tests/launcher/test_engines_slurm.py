@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,7 +43,36 @@ def test_settings_of_the_user_override_ours() -> None:
     assert "--exclusive" in directives
     assert "--qos='a b'" in directives
     assert len({line.partition("=")[0] for line in directives}) == len(directives)
-    assert any(line.startswith("/opt/python -m pipeworker launch --stages 8 ") for line in lines)
+    first = '/opt/python -m pipeworker launch "$@" --stages 8 '
+    assert any(line.startswith(first) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("spec", "count", "words"),
+    [
+        (SPEC, "", []),
+        (SPEC, "0", []),
+        (SPEC, "2", ["--auto-resume"]),
+        (replace(SPEC, auto_resume=True), "0", ["--auto-resume"]),
+        (replace(SPEC, options=("--resume",)), "2", ["--resume"]),
+    ],
+)
+def test_a_job_resumes_by_itself_only_after_slurm_has_put_it_back(
+    commands: Path, spec: JobSpec, count: str, words: list[str]
+) -> None:
+    stand_in(commands, "python", f"echo $* > {commands}/words")
+    stand_in(commands, "squeue", "echo RUNNING")
+    environment = {"PATH": f"{commands}:/bin:/usr/bin", "SLURM_RESTART_COUNT": count}
+    script = Slurm().render(replace(spec, python="python"))
+    subprocess.run(["bash", "-c", script], env=environment, check=True)
+    found = (commands / "words").read_text().split()
+    assert [word for word in found if "resume" in word] == words
+    assert found[:3] == ["-m", "pipeworker", "launch"]
+
+
+def test_an_array_of_jobs_is_rejected() -> None:
+    with pytest.raises(UsageError, match="--set array: its jobs would share a run directory"):
+        Slurm().render(replace(SPEC, settings={"array": "0-3"}))
 
 
 @pytest.mark.parametrize("name", ["", "-p", "Partition", "a b", "a\n"])
@@ -137,6 +168,77 @@ def test_the_reason_why_a_job_waits_is_shown_once(
     stand_in(commands, "scontrol", f"{count}; case $n in {lines} esac; echo {answer}")
     assert SlurmJob("7", commands / "log").follow() == 0
     assert capsys.readouterr().err == "job 7 waits: Resources\n"
+
+
+def test_a_controller_that_does_not_answer_ends_no_job(
+    commands: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "POLL_SECONDS", 0)
+    count = f"echo >> {commands}/calls; n=$(wc -l < {commands}/calls)"
+    fails = "echo 'Unable to contact slurm controller' >&2; exit 1"
+    answer = "echo JobId=7 JobState=$1 Reason=None ExitCode=0:0"
+    states = f"1|4) set RUNNING;; 2|3|5) {fails};; 6) set COMPLETED;;"
+    stand_in(commands, "scontrol", f"{count}; case $n in {states} esac; {answer}")
+    (commands / "log").write_text("of another jobof this one")
+    assert SlurmJob("7", commands / "log", start=len("of another job")).follow() == 0
+    shown = capsys.readouterr()
+    lost = "job 7 goes on, but scontrol: Unable to contact slurm controller; asking again\n"
+    assert shown.err == 2 * f"{lost}job 7: Slurm answers again\n"
+    assert shown.out == "of this one"
+
+
+def test_the_file_of_the_output_is_the_one_that_sbatch_writes(
+    commands: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(commands, "sbatch", "cat > /dev/null; echo 12")
+    here = replace(SPEC, folder=str(commands), run_dir=str(commands / "run"))
+
+    def submitted(**settings: str) -> SlurmJob:
+        return Slurm().submit(replace(here, settings=settings))
+
+    (commands / "run.log").write_text("of another job")
+    assert submitted() == SlurmJob("12", commands / "run.log", start=14)
+    assert submitted(output="logs/%x-%j").log == commands / "logs" / "train-12"
+    assert (commands / "logs").is_dir()
+    assert submitted(output="/tmp/%A", **{"job-name": "x"}).log == Path("/tmp/12")
+    assert "warning" not in capsys.readouterr().err
+    assert submitted(output="%N.log").log is None
+    assert "goes to %N.log, which cannot be followed" in capsys.readouterr().err
+    submitted(time="2")
+    assert "warning: the time limit is 120 s, and the job is notified" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("2", 120),
+        ("2:30", 150),
+        ("24:00:00", 86400),
+        ("1-12", 129600),
+        ("1-1:30", 91800),
+        ("0-0:2:1", 121),
+        ("UNLIMITED", None),
+        ("", None),
+    ],
+)
+def test_a_time_limit_is_read_as_sbatch_reads_it(text: str, seconds: int | None) -> None:
+    assert slurm.time_limit(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("environment", "problem"),
+    [
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}, "srun starts this command 4 times"),
+        ({"SLURM_HET_SIZE": "2"}, "a heterogeneous job of Slurm has several allocations"),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, ""),
+        ({"SLURM_JOB_ID": "7"}, ""),
+    ],
+)
+def test_a_launcher_in_each_task_of_a_step_is_rejected(
+    environment: dict[str, str], problem: str
+) -> None:
+    with pytest.raises(UsageError, match=problem) if problem else nullcontext():
+        slurm.check_job_step(environment)
 
 
 def test_a_job_that_slurm_has_forgotten_has_no_state(commands: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeworker.errors import RecordError
+from pipeworker.errors import RecordError, UsageError
 from pipeworker.record.metrics.rows import Rows
 from pipeworker.record.run_record import write_summary
 from pipeworker.runs.begin import RunRequest
@@ -92,3 +92,25 @@ def test_a_run_that_cannot_be_recorded_leaves_no_files(
     with pytest.raises(RecordError, match="No space left"):
         RunRequest(str(job_file), 1, {}, tmp_path / "new" / "run").prepare()
     assert [*tmp_path.iterdir()] == [job_file]
+
+
+def test_a_directory_that_a_later_job_cannot_have_is_found_now(tmp_path: Path) -> None:
+    """As when a job is submitted that begins when the cluster has room."""
+    job, run_dir = str(tmp_path / "job.py"), tmp_path / "run"
+    new = RunRequest(job, 2, {}, run_dir)
+    new.check_directory()
+    assert not run_dir.exists()
+    replace(new, auto_resume=True).check_directory()
+    replace(new, run_dir=None).check_directory()
+    run_dir.mkdir()
+    for request in (new, replace(new, auto_resume=True)):
+        with pytest.raises(UsageError, match="exists already; choose another --run-dir"):
+            request.check_directory()
+    with pytest.raises(UsageError, match="not the directory of a run"):
+        replace(new, resume=True).check_directory()
+    run_dir.rmdir()
+    new.prepare().close()
+    replace(new, auto_resume=True).check_directory()
+    other = replace(new, options={"seed": 7}, auto_resume=True)
+    with pytest.raises(UsageError, match="--seed"):
+        other.check_directory()
