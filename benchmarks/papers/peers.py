@@ -27,7 +27,8 @@ eight emulated accelerators with the costs of Transformer-48 (first table; M=32)
 rate relative to pipeworker's `gpipe`, and of the two that compute also the peak memory of the
 largest process in MiB, interpreter and torch included. torchgpipe's CPU stages share one thread, so
 that nothing overlaps: it is made for GPUs. DeepSpeed has one schedule, 1F1B. A network without a
-figure was refused.
+figure was refused. One run each: on this machine the rate of the two that compute differs by up to
+15 % from run to run.
 """
 TORCH = [kind for kind in PLACED if kind != "ScheduleDualPipeV"]
 OURS = {
