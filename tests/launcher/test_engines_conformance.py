@@ -211,6 +211,21 @@ def test_a_job_that_is_notified_and_loses_a_host_ends_as_undisturbed(
     assert run.summary["restarts"] or resumed, "nothing was lost"
 
 
+@slow
+@pytest.mark.parametrize("kind", ["slurm"], indirect=True)
+def test_a_job_is_followed_while_the_controller_is_away(kind: OnSlurm, quiet: Run) -> None:
+    path = kind.jobs.folder / "run"
+    process = kind.start(path, "--steps", str(STEPS), source=SLOW)
+    until(lambda: done(path) >= 2)
+    assert process.stderr is not None
+    with kind.slurm.without_controller():
+        assert any("asking again" in line for line in process.stderr)  # Slurm's command tries long
+    _, stderr = process.communicate(timeout=90)
+    assert process.returncode == 0, stderr
+    assert "Slurm answers again" in stderr
+    assert_same(Run(0, "", "", path), quiet)
+
+
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(name, marks=slow) for name in ("torchrun", "slurm", "ssh")],

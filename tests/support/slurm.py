@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -59,6 +59,7 @@ class Slurm:
     """A Slurm that runs; its commands need `environment`."""
 
     folder: Path
+    daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -69,6 +70,16 @@ class Slurm:
         done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=30)
         assert done.returncode == 0, (words, done.stderr)
         return done.stdout
+
+    @contextmanager
+    def without_controller(self) -> Iterator[None]:
+        """End the controller, and start it again afterwards."""
+        before = self.daemons["slurmctld"]
+        before.terminate()
+        before.wait()
+        yield
+        line, env = [*before.args], {**os.environ, **self.environment}  # type: ignore[misc]
+        self.daemons["slurmctld"] = subprocess.Popen(line, cwd="/", env=env, stderr=-3)
 
 
 @contextmanager
@@ -88,13 +99,13 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     key.chmod(0o400)
     configuration = folder / "slurm.conf"
     made = Slurm(folder)
-    started: list[subprocess.Popen[bytes]] = []
 
     def start(name: str, *words: str) -> None:
         line = [str(found[name]), *words]
         with (folder / f"{name}.out").open("ab") as out:
             env = {**os.environ, **made.environment}
-            started.append(subprocess.Popen(line, cwd="/", env=env, stdout=out, stderr=out))
+            process = subprocess.Popen(line, cwd="/", env=env, stdout=out, stderr=out)
+            made.daemons[" ".join([name, *words[1:3]]) if name == "slurmd" else name] = process
 
     def idle_nodes() -> str:
         words = ("sinfo", "--noheader", "--partition", "low", "--states", "idle", "-o", "%D")
@@ -120,7 +131,7 @@ def slurm(folder: Path) -> Iterator[Slurm]:
             _output(made, "scancel", "--full", "--user", "root")
             jobs = ("squeue", "--noheader", "--states", "running,completing")
             until(lambda: not _output(made, *jobs), pause=0.2, explain=outputs)
-            for process in reversed(started):
+            for process in reversed(made.daemons.values()):
                 process.terminate()
                 process.wait()
 
