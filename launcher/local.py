@@ -206,6 +206,8 @@ class Launch:
     def _read_agent(self, number: int, agent: AgentProcess) -> Iterator[Event]:
         received, more = agent.process.receive()
         host = self._remote[number].name
+        for text in agent.process.skipped():
+            self._show(lines.Warned(f"{host} prints before pipeworker begins there: {text}"))
         yield events.AgentLines(number, tuple(self._checked(host, line) for line in received))
         if not more:
             self._selector.unregister(agent.process)

@@ -295,6 +295,8 @@ def main() -> int:
     With arguments, which are those of :func:`_agent_hello`, introduce this host first.
     """
     if words := sys.argv[3:]:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(1, b"\n")  # what the host's shell has printed may lack the end of its line
         _send(_agent_hello(*words))
     gc.disable()
     parent = os.getppid()

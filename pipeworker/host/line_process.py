@@ -31,13 +31,20 @@ class LineProcess(Generic[Sent, Received]):
 
     It has a session of its own: the terminal's Ctrl-C does not reach it, so that the launcher
     decides what happens then. Its standard error goes to `errors`, by default to this process's.
+    With `skips`, it may print anything before its first line.
 
     Raises:
         PipeworkerError: it cannot be started.
     """
 
     def __init__(
-        self, name: str, line: Sequence[str], received: Any, errors: IO[Any] | None = None
+        self,
+        name: str,
+        line: Sequence[str],
+        received: Any,
+        errors: IO[Any] | None = None,
+        *,
+        skips: bool = False,
     ) -> None:
         own = None if sys.stderr else subprocess.DEVNULL  # ours may be closed
         try:
@@ -54,7 +61,7 @@ class LineProcess(Generic[Sent, Received]):
         assert self._process.stdout is not None
         self._stdin = self._process.stdin
         self._stdout = self._process.stdout
-        self._buffer: lines.Buffer[Received] = lines.Buffer(received)
+        self._buffer: lines.Buffer[Received] = lines.Buffer(received, skips=skips)
 
     @property
     def pid(self) -> int:
@@ -78,6 +85,11 @@ class LineProcess(Generic[Sent, Received]):
         """Wait for input; return the lines that are complete, and whether more can follow."""
         data = os.read(self.fileno(), 1 << 20)
         return self._buffer.feed(data), bool(data)
+
+    def skipped(self) -> list[str]:
+        """Return what it has printed before its first line, once."""
+        found, self._buffer.skipped = self._buffer.skipped, []
+        return found
 
     def close_input(self) -> None:
         """Close the input of the process, which then finishes and exits."""
@@ -107,7 +119,8 @@ def start_agent(
 ) -> LineProcess[ToAgent, FromAgent]:
     """Start an agent here, or by the command `line` on another host."""
     name = "pipeworker.host.agent"
-    return LineProcess(line[0] if line else name, line or command(name), FromAgent, errors)
+    called = line[0] if line else name
+    return LineProcess(called, line or command(name), FromAgent, errors, skips=bool(line))
 
 
 def start_hooks() -> LineProcess[ToHooks, FromHooks]:

@@ -359,14 +359,24 @@ def decode(line: bytes) -> Line:
 
 
 E = TypeVar("E")
+_MOST_SKIPPED = 1 << 16
+"""Characters before the first event: a program that prints more is no agent."""
 
 
 class Buffer(Generic[E]):
-    """A buffer that splits received bytes into events of a union: ``Buffer[Line](Line)``."""
+    """A buffer that splits received bytes into events of a union: ``Buffer[Line](Line)``.
 
-    def __init__(self, direction: Any) -> None:
+    With `skips`, lines before the first event may be anything, such as what a host's shell prints.
+
+    Attributes:
+        skipped: those lines, without empty ones.
+    """
+
+    def __init__(self, direction: Any, *, skips: bool = False) -> None:
         self._accepted = get_args(direction) or (direction,)
         self._rest = b""
+        self._skips = skips
+        self.skipped: list[str] = []
 
     def feed(self, data: bytes) -> list[E]:
         """Return the events that are complete now.
@@ -375,7 +385,16 @@ class Buffer(Generic[E]):
             ProtocolError: a line is not an event, or not one that may arrive here.
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
-        events: list[Any] = [decode(line) for line in lines]
+        events: list[Any] = []
+        for line in lines:
+            try:
+                events.append(decode(line))
+            except ProtocolError:
+                if not self._skips or sum(map(len, self.skipped)) > _MOST_SKIPPED:
+                    raise
+                self.skipped += [line.decode(errors="replace")] if line.strip() else []
+            else:
+                self._skips = False
         for event in events:
             if not isinstance(event, self._accepted):
                 raise ProtocolError(f"{type(event).__name__} is not an event of this direction")

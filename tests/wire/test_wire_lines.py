@@ -208,6 +208,21 @@ def test_a_malformed_line_is_rejected_at_its_end() -> None:
         buffer.feed(b" call last):\n")
 
 
+def test_what_a_shell_prints_before_the_first_event_is_skipped() -> None:
+    event = KeepAlive(3.0)
+    data = b'Last login: \xff\n\n["no", "event"]\n3\nwithout an end\n' + encode(event)
+    for size in (1, 7, len(data)):
+        buffer = Buffer[KeepAlive](KeepAlive, skips=True)
+        parts = [data[at : at + size] for at in range(0, len(data), size)]
+        assert [one for part in parts for one in buffer.feed(part)] == [event]
+        assert buffer.skipped == ["Last login: \ufffd", '["no", "event"]', "3", "without an end"]
+        with pytest.raises(ProtocolError):
+            buffer.feed(b"later\n")
+    endless = Buffer[KeepAlive](KeepAlive, skips=True)
+    with pytest.raises(ProtocolError):
+        endless.feed(b"yes\n" * 100_000)
+
+
 def test_a_text_that_has_no_encoding_is_rejected_in_place_of_a_number() -> None:
     with pytest.raises(ProtocolError, match=r"^Invalid value"):
         decode(encode(Forked(1, 1, 1)).replace(b"[1,", rb'["\ud800",'))
