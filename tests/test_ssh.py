@@ -201,7 +201,11 @@ def test_a_lost_worker_is_restored_from_the_memories_of_all_hosts(jobs: Jobs, cl
 @pytest.mark.parametrize(
     ("words", "status", "error"),
     [
-        (("--hosts", "nowhere:2"), 1, "host nowhere is lost: ssh: Could not resolve hostname"),
+        (
+            ("--hosts", "nowhere:2"),
+            1,
+            "host nowhere cannot be used: ssh: Could not resolve hostname",
+        ),
         (("--hosts", "a:1", "--stages", "2"), 2, "the hosts have places for 1"),
         (("--hosts", "a:1", "--on", "slurm"), 2, "--on slurm and --hosts: choose one"),
         (

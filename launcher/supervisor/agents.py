@@ -120,7 +120,8 @@ class AgentState:
         if not self.remote.command:
             return self._forked, self.silence or f"{self.timer.name} {describe_exit(code)}"
         reason = self.silence or last_line or f"it {describe_exit(code)}"
-        return self._forked, f"{self.remote.name} is lost: {reason}"
+        what = "is lost" if self.hello else "cannot be used"
+        return self._forked, f"{self.remote.name} {what}: {reason}{_hint(reason)}"
 
     def endpoint(self, endpoint: str, callers: Iterable[str]) -> str:
         """Return the endpoint to which its workers connect; the coordinator listens at `endpoint`.
@@ -134,6 +135,15 @@ class AgentState:
         address = next(filter(_is_reachable, [own, *callers]), LOOPBACK)
         host = f"[{address}]" if ":" in address else address
         return f"{url.scheme}://{host}:{url.port}"
+
+
+def _hint(reason: str) -> str:
+    """Return what to do about the words of a host's shell or interpreter, if that is known."""
+    if "No module named" in reason:
+        return "; install it there, or specify the host's interpreter with --hosts-file"
+    if "No such file or directory" in reason:
+        return "; share the folder with that host, or send it with --sync"
+    return ""
 
 
 def host_problem(host: str, hello: AgentHello, own: AgentHello, job_file: str, run_dir: str) -> str:

@@ -63,6 +63,7 @@ class Supervisor:
         self._stop_notice = StopNotice(options)
         self._ended = False
         self._lost_hosts: list[str] = []  # reasons, since the generation began
+        self._problems: list[str] = []  # of hosts, before the job begins
         self._next_beat = 0.0
         self._deadline = float("inf")
         self._effects: list[Effect] = []
@@ -273,10 +274,23 @@ class Supervisor:
         agent.hello = line
         agent.timer.restart(now)  # the agent has introduced itself but is still importing torch
         if line.problem:
-            self._failure, self._ended = line.problem, True
+            self._problems.append(line.problem)
+        if self._coordinator is None:
+            self._begin_with_all(now)
+
+    def _begin_with_all(self, now: float) -> None:
+        """Once all hosts have answered, start the coordinator, or name those that cannot be used.
+
+        A job does not begin with a host less.
+        """
+        if not all(agent.hello or agent.is_lost for agent in self._agents):
             return
-        if self._coordinator is None and all(agent.hello for agent in self._agents):
+        if not self._problems:
             self._start_coordinator(now)
+            return
+        several = len(self._problems) > 1
+        head = [f"{len(self._problems)} hosts cannot be used"] if several else []
+        self._failure, self._ended = "\n  ".join([*head, *self._problems]), True
 
     def _handle_agent_end(self, event: events.AgentEnded, now: float) -> None:
         agent = self._agents[event.agent]
@@ -284,8 +298,10 @@ class Supervisor:
             # The kernel kills the workers when their agent ends, but not the workers' children.
             self._effects += [effects.KillGroup(pid) for pid in agent.pids.values()]
         had_workers, text = agent.lose(event.code, event.last_line, now)
-        if self._coordinator is None:  # a job does not begin with a host less
-            self._failure, self._ended = text, True
+        if self._coordinator is None:
+            if not (agent.hello and agent.hello.problem):  # which is why it has been ended
+                self._problems.append(text)
+            self._begin_with_all(now)
             return
         is_used = self._forks.uses(event.agent) or self._places < self._forks.placement.ranks
         # The host's memory is gone too, with copies of workers that were not forked again.

@@ -118,10 +118,15 @@ def test_a_host_that_differs_is_rejected(change: dict[str, str], problem: str) -
 @pytest.mark.parametrize(
     ("remote", "silence", "code", "last_line", "text"),
     [
-        (REMOTE, "", -9, "", "host b is lost: it was killed by SIGKILL"),
-        (REMOTE, "", 3, "", "host b is lost: it exited with status 3"),
-        (REMOTE, "", 255, "ssh: no route", "host b is lost: ssh: no route"),
-        (REMOTE, "silent", -9, "ssh: no route", "host b is lost: silent"),
+        (REMOTE, "", -9, "", "host b cannot be used: it was killed by SIGKILL"),
+        (REMOTE, "", 3, "", "host b cannot be used: it exited with status 3"),
+        (REMOTE, "", 255, "ssh: no route", "host b cannot be used: ssh: no route"),
+        (REMOTE, "silent", -9, "ssh: no route", "host b cannot be used: silent"),
+        (
+            *(REMOTE, "", 1, "cd: /a: No such file or directory"),
+            "host b cannot be used: cd: /a: No such file or directory; share the folder with that "
+            "host, or send it with --sync",
+        ),
         (RemoteAgent(Host("", 1)), "", -9, "", "the agent of this host was killed by SIGKILL"),
         (RemoteAgent(Host("", 1)), "", 1, "", "the agent of this host exited with status 1"),
         (RemoteAgent(Host("", 1)), "silent", -9, "", "silent"),
@@ -137,6 +142,7 @@ def test_the_error_of_a_lost_agent_gives_the_reason(
 
 def test_a_host_may_return_for_as_long_as_silence_is_tolerated() -> None:
     agent = AgentState.of(REMOTE, 3, now=0)
+    agent.hello = CheckedHello()
     agent.forked(Forked(0, 1, 77))
     assert agent.lose(-9, "", 10.0)[0]
     assert (agent.places, agent.pids) == (0, {})

@@ -56,6 +56,7 @@ def test_with_other_hosts_the_coordinator_starts_once_all_have_answered() -> Non
 
 def test_a_host_that_cannot_take_part_ends_the_job() -> None:
     job = Scripted(agents=remote(1, 1))
+    job.agent(0, events.CheckedHello())
     job.agent(1, events.CheckedHello(problem="host b: it has no torch"))
     assert job.supervisor.over
     assert job.supervisor.own_verdict(1.0).error == "host b: it has no torch"
@@ -63,9 +64,25 @@ def test_a_host_that_cannot_take_part_ends_the_job() -> None:
 
 def test_a_job_does_not_begin_with_a_host_less() -> None:
     job = Scripted(agents=remote(1, 1))
+    job.agent(0, events.CheckedHello())
     job.lose(1, 255, "ssh: no route")
     assert job.supervisor.over
-    assert job.supervisor.own_verdict(1.0).error == "host b is lost: ssh: no route"
+    assert job.supervisor.own_verdict(1.0).error == "host b cannot be used: ssh: no route"
+
+
+def test_all_hosts_that_cannot_be_used_are_named_at_once() -> None:
+    job = Scripted(stages=3, agents=remote(1, 1, 1))
+    job.lose(2, 1, "python: No module named torch")
+    job.agent(0, events.CheckedHello(problem="host a: it has torch 2.1"))
+    job.lose(0, 0, "")  # it has been ended for that
+    assert not job.supervisor.over  # the last one has not answered yet
+    job.agent(1, events.CheckedHello())
+    assert job.supervisor.over
+    assert job.supervisor.own_verdict(1.0).error == (
+        "2 hosts cannot be used\n  host c cannot be used: python: No module named torch; install "
+        "it there, or specify the host's interpreter with --hosts-file\n"
+        "  host a: it has torch 2.1"
+    )
 
 
 def test_workers_are_forked_once_this_host_has_reached_the_coordinator() -> None:
