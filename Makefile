@@ -4,7 +4,7 @@
 # Python of this host, with the lowest and the newest torch. `make soak` trains for half an hour under
 # faults that a job recovers from; `make chaos` injects hundreds of faults; `make fuzz` draws jobs and
 # faults from seeds; `make schedules` runs resume, recovery, replicas and torchrun under every schedule.
-# `make papers` makes benchmarks/papers.md, in about ten minutes; TABLES=throughput only that table.
+# `make papers` makes benchmarks/papers.md, in about 50 minutes; TABLES=throughput only that table.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
