@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 
 COLOURS = ("#999999", "#0072b2", "#56b4e9")
 """Of the papers' figures, ours, and ours with another schedule; told apart by any eyes."""
-BAR, GAP, TOP, HEIGHT, LEFT = 26, 30, 58, 220, 46
+BAR, LEAST, TOP, HEIGHT, LEFT = 26, 100, 58, 220, 46
 
 Group = tuple[str, Sequence[float | None]]
 """What a group of bars is of, and their heights; None where there is no figure."""
@@ -33,7 +33,7 @@ def draw(page: Path) -> None:
         for network, name, _, _, ours, _, paper in rows
     ]
     title = "Parameters of the largest network, relative to pipeline-1"
-    _save(page.with_name("papers-largest.svg"), title, ("the papers", "pipeworker"), groups)
+    _save(page.with_name("papers-largest.svg"), title, ("GPipe's paper", "pipeworker"), groups)
 
 
 def _rows(text: str, name: str) -> list[list[str]]:
@@ -54,7 +54,7 @@ def _save(file: Path, title: str, names: Sequence[str], groups: Sequence[Group])
 
 def _bars(title: str, names: Sequence[str], groups: Sequence[Group]) -> list[str]:
     """Return the lines of a picture of bars."""
-    wide = len(names) * BAR + GAP
+    wide = max(LEAST, len(names) * BAR + 24)
     width, bottom = LEFT + wide * len(groups) + 10, TOP + HEIGHT
     most = max(value or 0.0 for _, values in groups for value in values)
     view = f"0 0 {width} {bottom + 48}"
@@ -75,7 +75,7 @@ def _bars(title: str, names: Sequence[str], groups: Sequence[Group]) -> list[str
         lines.append(f'<path d="M{LEFT} {y:.1f}H{width - 10}" stroke="#dddddd"/>')
         lines.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick}</text>')
     for place, (label, values) in enumerate(groups):
-        left = LEFT + wide * place + GAP // 2
+        left = LEFT + wide * place + (wide - len(names) * BAR) / 2
         for index, value in enumerate(values):
             if value is None:
                 continue
