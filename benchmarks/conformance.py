@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from conformance_cases import CASES, MICROBATCHES, RATE, SAMPLES, STEPS, Case, optimizer
+from peer import PLACED, Pack
 from torch import nn
 
 from pipeworker.record.checkpoint import Checkpoint
@@ -40,14 +41,7 @@ Weights = dict[str, torch.Tensor]
 JOB = Path(__file__).with_name("conformance_cases.py").resolve()
 STAGES, PATIENCE, WRONG = (1, 2, 4), 40.0, 1e-3
 OURS = ("gpipe", "zbv")
-TORCH = {
-    "ScheduleGPipe": "",
-    "Schedule1F1B": "",
-    "ScheduleInterleaved1F1B": "loop",
-    "ScheduleInterleavedZeroBubble": "loop",
-    "ScheduleZBVZeroBubble": "v",
-}
-"""By the peer's class, how it places two stages on a worker."""
+TORCH = [kind for kind in PLACED if kind != "ScheduleDualPipeV"]
 
 
 def main() -> None:
@@ -252,7 +246,7 @@ def run_torch(case: Case, rank: int, world: int, kind: str) -> Weights:
     from torch.distributed import pipelining
 
     dist.init_process_group("gloo")
-    placed = TORCH[kind]
+    placed = PLACED[kind]
     count = 2 * world if placed else world
     held = [rank]
     if placed:
@@ -262,7 +256,7 @@ def run_torch(case: Case, rank: int, world: int, kind: str) -> Weights:
     if not case.tied or world > 1:
         every = [copy.deepcopy(layer) for layer in every]
     own = {s: {i: every[i] for i in range(s * size, (s + 1) * size)} for s in held}
-    nets = [Pack(own[s].values()) for s in held]
+    nets = [Pack(*own[s].values()) for s in held]
     device = torch.device("cpu")
     stages = [
         pipelining.PipelineStage(net, s, count, device) for s, net in zip(held, nets, strict=True)
@@ -287,19 +281,6 @@ def run_torch(case: Case, rank: int, world: int, kind: str) -> Weights:
     found = state({i: layer for s in held for i, layer in own[s].items()})
     dist.destroy_process_group()
     return found
-
-
-class Pack(nn.Sequential):
-    """Layers in turn; a stage gets the parts of a tuple as arguments."""
-
-    def __init__(self, layers: Any) -> None:
-        super().__init__(*layers)
-
-    def forward(self, *inputs: Any) -> Any:
-        value: Any = inputs if len(inputs) > 1 else inputs[0]
-        for layer in self:
-            value = layer(value)
-        return value
 
 
 def run_deepspeed(case: Case, rank: int, world: int, kind: str) -> Weights:

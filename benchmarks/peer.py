@@ -57,19 +57,23 @@ def peer(
     return Measured(*json.loads(found))
 
 
-class Stage(nn.Sequential):
-    """The layers of a stage in turn; it gets the parts of a tuple as arguments."""
-
-    def __init__(self, job: Any, balance: list[int], index: int) -> None:
-        first = sum(balance[:index])
-        chosen = list(job.model())[first : first + balance[index]]
-        super().__init__(*(e if isinstance(e, nn.Module) else e() for e in chosen))
+class Pack(nn.Sequential):
+    """Layers in turn; a stage gets the parts of a tuple as arguments."""
 
     def forward(self, *inputs: Any) -> Any:
         value: Any = inputs if len(inputs) > 1 else inputs[0]
         for layer in self:
             value = layer(value)
         return value
+
+
+class Stage(Pack):
+    """The layers of a stage of a job."""
+
+    def __init__(self, job: Any, balance: list[int], index: int) -> None:
+        first = sum(balance[:index])
+        chosen = list(job.model())[first : first + balance[index]]
+        super().__init__(*(e if isinstance(e, nn.Module) else e() for e in chosen))
 
 
 def measure(step: Callable[[], object], steps: int) -> Measured:
