@@ -8,11 +8,11 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 COLOURS = ("#999999", "#0072b2", "#56b4e9")
-"""Of the papers' figures, ours, and ours with another schedule; told apart by any eyes."""
+"""The colours of the paper's bars, of ours, and of another schedule's; all eyes tell them apart."""
 BAR, LEAST, TOP, HEIGHT, LEFT = 26, 100, 58, 220, 46
 
 Group = tuple[str, Sequence[float | None]]
-"""What a group of bars is of, and their heights; None where there is no figure."""
+"""A group of bars: its label, and the height of each bar; None where there is no figure."""
 
 
 def draw(page: Path) -> None:

@@ -93,20 +93,20 @@ class SlurmJob:
 
         Slurm may not answer for a while: the job runs meanwhile.
         """
-        shown, waits_for, silent = self.start, "", 0
+        shown, waits_for, pause = self.start, "", 0.0
         while True:
             shown = self._show(shown)
             try:
                 found = self.state()
             except PipeworkerError as error:
-                if not silent:
+                if not pause:
                     click.echo(f"job {self.job} goes on, but {error}; asking again", err=True)
-                silent += 1
-                time.sleep(min(POLL_SECONDS * 2**silent, MOST_SECONDS))
+                pause = min(2 * pause or 2 * POLL_SECONDS, MOST_SECONDS)
+                time.sleep(pause)
                 continue
-            if silent:
+            if pause:
                 click.echo(f"job {self.job}: Slurm answers again", err=True)
-                silent = 0
+                pause = 0.0
             if found.state in _WAITING and found.reason not in ("", waits_for):
                 waits_for = found.reason
                 click.echo(f"job {self.job} waits: {waits_for}", err=True)
@@ -203,7 +203,7 @@ class Slurm(Cluster):
             UsageError: Slurm is not installed here, or rejects the script.
         """
         script, pattern = self.render(spec), spec.settings.get("output", _log(spec))
-        parent = Path(spec.folder, pattern).parent
+        parent = Path(spec.settings.get("chdir", spec.folder), pattern).parent
         if "%" not in str(parent):
             parent.mkdir(parents=True, exist_ok=True)  # Slurm drops the output otherwise
         early = _log_file(spec, pattern, "")

@@ -173,7 +173,7 @@ def test_the_reason_why_a_job_waits_is_shown_once(
 def test_a_controller_that_does_not_answer_ends_no_job(
     commands: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm, "POLL_SECONDS", 0)
+    monkeypatch.setattr(slurm, "POLL_SECONDS", 0.01)
     count = f"echo >> {commands}/calls; n=$(wc -l < {commands}/calls)"
     fails = "echo 'Unable to contact slurm controller' >&2; exit 1"
     answer = "echo JobId=7 JobState=$1 Reason=None ExitCode=0:0"
