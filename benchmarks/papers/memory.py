@@ -25,7 +25,7 @@ ROWS = (
     ("pipeline-4", 4, 24, 160, 7800, 79.1),
     ("pipeline-8", 8, 48, 160, 15820, 154.1),
 )
-"""The rows of the table of 2004.09910: workers, B, C, parameters in millions, GiB of all devices."""
+"""The table of 2004.09910: workers, B, C, parameters in millions, and GiB of all devices."""
 ADAMW = 4 * (2 + 2 * 3)
 """Bytes of a parameter: two states, and two copies of those and the weight."""
 
