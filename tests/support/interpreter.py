@@ -135,8 +135,10 @@ def _program(words: list[str]) -> Callable[[], Any]:
     words = words[unbuffered:]
     with contextlib.suppress(OSError):  # the server's was made for another kind of file
         raw = os.fdopen(1, "wb", buffering=0, closefd=False)
+        raw.name = "<stdout>"
         encoding, errors = sys.stdout.encoding, sys.stdout.errors
         sys.stdout = io.TextIOWrapper(raw, encoding, errors)
+        sys.stdout.mode = "w"  # type: ignore[misc]
     for stream in (sys.stdout, sys.stderr):
         through = unbuffered or bool(os.environ.get("PYTHONUNBUFFERED"))
         stream.reconfigure(write_through=through)  # type: ignore[union-attr]
