@@ -70,6 +70,7 @@ def load_job(job_file: str, words: list[str]) -> Any:
     assert spec is not None
     assert spec.loader is not None
     job = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = job  # so that its import of pipeworker is seen
     spec.loader.exec_module(job)
     return job
 

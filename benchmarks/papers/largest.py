@@ -22,10 +22,11 @@ Small versions of the networks are trained for two steps by `pipeworker launch`,
 Linux enforces on the private memory of each worker (RLIMIT_DATA: what it has before it makes its
 optimizer, and this much more). The size is increased until an allocation fails. Naive-1 is one
 process that keeps all activations of the mini-batch; pipeline-K has K workers, which recompute, and
-32 micro-batches (8 of AmoebaNet-D, whose layers are slower here). "Times" is relative to the row of
-pipeline-1. The paper's figures are of 8 GB accelerators for AmoebaNet-D and 16 GB ones for the
-Transformer, and of other optimizers; its AmoebaNet-D has 18, 18, 18, 36 and 72 cells. Ours grows
-faster than K, because pipeline-1 alone holds all activations of a micro-batch.
+32 micro-batches (8 of the two that convolve, whose layers are slower here). "Times" is relative to
+the row of pipeline-1. The papers' figures are GPipe's, of 8 GB accelerators for AmoebaNet-D and
+16 GB ones for the Transformer, and torchgpipe's of P40s for U-Net, all with other optimizers;
+GPipe's AmoebaNet-D has 18, 18, 18, 36 and 72 cells. AmoebaNet-D grows faster than K here, because
+pipeline-1 alone holds all activations of a micro-batch.
 """
 JOB = Path(__file__).parents[1].resolve() / "limited_job.py"
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -42,7 +43,7 @@ class Growth:
     Attributes:
         words: returns its arguments for a number of workers and a size.
         named: returns what that is called.
-        paper: GPipe's parameters in millions, by row; 0 where it has none.
+        paper: the paper's parameters in millions, by row; 0 where it has none.
         first: the size with which the search begins.
         even: whether all layers are alike, so that a balance needs no measurement.
     """
@@ -86,6 +87,15 @@ NETWORKS = (
         (82, 318, 542, 1050, 1800),
         4,
     ),
+    Growth(
+        "U-Net",
+        "unet.py",
+        8,
+        lambda _, size: f"--blocks {size} --channels 6 --side 64 --batch 16 --noise",
+        lambda _, size: f"({size}, 6)",
+        (362.2, 2213.8, 4993.9, 7802.9, 15822.2),
+        3,
+    ),
 )
 MIB = 128
 """The limit of a worker."""
@@ -95,7 +105,7 @@ WAYS = ((1, "never"), (1, "always"), (2, "always"), (4, "always"), (8, "always")
 
 def lines() -> Iterator[str]:
     """Yield the table, as Markdown."""
-    yield "| network | workers | size | parameters | times | GPipe's | times |"
+    yield "| network | workers | size | parameters | times | the paper's | times |"
     yield "|---|---|---|---|---|---|---|"
     for network in NETWORKS:
         sizes = list(_sizes(network))

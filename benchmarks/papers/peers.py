@@ -8,14 +8,16 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from operator import methodcaller
 from pathlib import Path
+from statistics import median
 
 from parts import SKIPPED_STEPS, pipeworker_step
 from peer import PLACED, Measured, peer
 from prediction import pipeworker
 
-from papers.networks import EXAMPLES, SAMPLES, TRANSFORMER, Network
+from papers.networks import AMOEBANET, EXAMPLES, SAMPLES, TRANSFORMER, Network
 from papers.throughput import BETTER, BYTES, scaled
 from papers.throughput import JOB as EMULATED
 
@@ -23,12 +25,13 @@ TEXT = """\
 Each pipeline trains the same layers with the same split and micro-batches, all activations kept,
 one after the other in one run: two workers that compute (Transformer of 4 layers of width 256,
 texts of 128 words; AmoebaNet-D(6, 96), images of 32 points; mini-batches of 32 in 8 parts), and
-eight emulated accelerators with the costs of Transformer-48 (first table; M=32). A figure is the
-rate relative to pipeworker's `gpipe`, and of the two that compute also the peak memory of the
-largest process in MiB, interpreter and torch included. torchgpipe's CPU stages share one thread, so
-that nothing overlaps: it is made for GPUs. DeepSpeed has one schedule, 1F1B. A network without a
-figure was refused. One run each: on this machine the rate of the two that compute differs by up to
-15 % from run to run.
+eight emulated accelerators with the costs of Transformer-48 and AmoebaNet-D (18, 256) (first table;
+M=32). A figure is the rate relative to pipeworker's `gpipe`, and of the two that compute also the
+peak memory of the largest process in MiB, interpreter and torch included. Those two are the medians
+of three rounds, each of which runs all pipelines in turn, because a rate differs by up to 15 % here
+from run to run; the emulated ones, which sleep, were run once. torchgpipe's CPU stages share one
+thread, so that nothing overlaps: it is made for GPUs. DeepSpeed has one schedule, 1F1B. A network
+without a figure was refused.
 """
 TORCH = [kind for kind in PLACED if kind != "ScheduleDualPipeV"]
 OURS = {
@@ -39,6 +42,8 @@ OURS = {
     "zbv": ("--schedule", "zbv"),
 }
 STEPS = SKIPPED_STEPS + 3
+ROUNDS = 3
+"""Rounds of the networks that compute."""
 
 
 @dataclass(frozen=True)
@@ -57,22 +62,11 @@ class Case:
         stages = scaled(self.network, self.workers, 0.010, *(BETTER if interleaved else ()))
         return EMULATED, (json.dumps(stages), str(len(stages)), str(BYTES), str(SAMPLES))
 
-    def balance(self, interleaved: bool) -> list[int]:
-        """Return the layers of each stage, as `pipeworker plan` divides them."""
-        if self.emulated:
-            return [1] * self.workers * (1 + interleaved)
-        job, words = self.job(interleaved)
-        line = ["--stages", str(self.workers), "--microbatches", str(self.microbatches)]
-        line += ["--recompute", "never", "--json", *(BETTER if interleaved else ())]
-        found = json.loads(pipeworker(dict(os.environ), "plan", *line, str(job), "--", *words))
-        stages = sorted(found["stages"], key=lambda stage: int(stage["stage"]))
-        return [stage["layers"][1] - stage["layers"][0] for stage in stages]
-
     def ours(self, *options: str) -> Measured:
         """Measure pipeworker."""
         interleaved = "--schedule" in options and options[1] in ("interleaved-1f1b", "zbv")
         job, words = self.job(interleaved)
-        balance = ",".join(map(str, self.balance(interleaved)))
+        balance = ",".join(map(str, _balance(self, interleaved)))
         peaks: list[int] = []
 
         def look(run: Path) -> None:
@@ -87,7 +81,7 @@ class Case:
         """Measure another pipeline."""
         interleaved = bool(PLACED.get(kind))
         job, words = self.job(interleaved)
-        return peer(kind, job, self.balance(interleaved), self.microbatches, STEPS, *words)
+        return peer(kind, job, _balance(self, interleaved), self.microbatches, STEPS, *words)
 
 
 CASES = (
@@ -110,7 +104,22 @@ CASES = (
         emulated=False,
     ),
     Case(TRANSFORMER, 8, 32, emulated=True),
+    Case(AMOEBANET, 8, 32, emulated=True),
 )
+Runner = Callable[[Case], Measured]
+
+
+@cache
+def _balance(case: Case, interleaved: bool) -> list[int]:
+    """Return the layers of each stage, as `pipeworker plan` divides them."""
+    if case.emulated:
+        return [1] * case.workers * (1 + interleaved)
+    job, words = case.job(interleaved)
+    line = ["--stages", str(case.workers), "--microbatches", str(case.microbatches)]
+    line += ["--recompute", "never", "--json", *(BETTER if interleaved else ())]
+    found = json.loads(pipeworker(dict(os.environ), "plan", *line, str(job), "--", *words))
+    stages = sorted(found["stages"], key=lambda stage: int(stage["stage"]))
+    return [stage["layers"][1] - stage["layers"][0] for stage in stages]
 
 
 def lines() -> Iterator[str]:
@@ -118,33 +127,36 @@ def lines() -> Iterator[str]:
     names = [f"{case.network.title}, K={case.workers}" for case in CASES]
     yield f"| pipeline | {' | '.join(names)} |"
     yield "|---" * (1 + len(CASES)) + "|"
-    first: list[Measured] = []
+    pipelines = dict(_pipelines())
+    columns = [_column(case, pipelines) for case in CASES]
+    for title in pipelines:
+        yield f"| {' | '.join([title, *(column[title] for column in columns)])} |"
+
+
+def _pipelines() -> Iterator[tuple[str, Runner]]:
+    """Yield the name of each pipeline and how it is measured, pipeworker's `gpipe` first."""
     for name, options in OURS.items():
-        found = [case.ours(*options) for case in CASES]
-        first = first or found
-        yield _row(f"pipeworker `{name}`", found, first)
-    kinds = [*TORCH, *(kind for kind in ("deepspeed", "torchgpipe") if _exists(kind))]
-    for kind in kinds:
+        yield f"pipeworker `{name}`", methodcaller("ours", *options)
+    for kind in (*TORCH, *filter(importlib.util.find_spec, ("deepspeed", "torchgpipe"))):
         title = f"torch `{kind}`" if kind in PLACED else kind
-        yield _row(title, [_tried(case.peer, kind) for case in CASES], first)
+        yield title, methodcaller("peer", kind)
 
 
-def _exists(kind: str) -> bool:
-    return importlib.util.find_spec(kind) is not None
-
-
-def _tried(run: Callable[[str], Measured], kind: str) -> Measured | None:
-    """Measure a peer; None if it refuses the network."""
-    try:
-        return run(kind)
-    except SystemExit as error:
-        print(str(error)[:400], file=sys.stderr, flush=True)
-        return None
-
-
-def _row(title: str, found: list[Measured | None] | list[Measured], first: list[Measured]) -> str:
-    cells = [title]
-    for case, one, ours in zip(CASES, found, first, strict=True):
-        cell = "" if one is None else f"{ours.seconds / one.seconds:.2f}"
-        cells.append(cell if case.emulated or one is None else f"{cell}; {one.peak / 2**20:.0f}")
-    return f"| {' | '.join(cells)} |"
+def _column(case: Case, pipelines: dict[str, Runner]) -> dict[str, str]:
+    """Return the figures of a network by pipeline, the medians of its rounds."""
+    found: dict[str, list[Measured]] = {title: [] for title in pipelines}
+    for _ in range(1 if case.emulated else ROUNDS):
+        for title, run in pipelines.items():
+            try:
+                found[title].append(run(case))
+            except SystemExit as error:  # a peer refuses the network
+                print(title, str(error)[:400], sep=": ", file=sys.stderr, flush=True)
+    first = next(iter(found.values()))
+    cells = dict.fromkeys(found, "")
+    for title, some in found.items():
+        if some:
+            both = zip(first, some, strict=True)
+            cells[title] = f"{median(ours.seconds / one.seconds for ours, one in both):.2f}"
+            if not case.emulated:
+                cells[title] += f"; {median(one.peak for one in some) / 2**20:.0f}"
+    return cells

@@ -33,7 +33,7 @@ def draw(page: Path) -> None:
         for network, name, _, _, ours, _, paper in rows
     ]
     title = "Parameters of the largest network, relative to pipeline-1"
-    _save(page.with_name("papers-largest.svg"), title, ("GPipe's paper", "pipeworker"), groups)
+    _save(page.with_name("papers-largest.svg"), title, ("the papers", "pipeworker"), groups)
 
 
 def _rows(text: str, name: str) -> list[list[str]]:
