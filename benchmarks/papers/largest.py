@@ -128,13 +128,13 @@ def _sizes(network: Growth) -> Iterator[tuple[int, int]]:
 
 
 def largest(network: Growth, workers: int, mode: str, guess: int) -> tuple[int, int]:
-    """Return the largest size that fits, to one part in 25, and its parameters.
+    """Return the largest size that fits, to one part in 50, and its parameters.
 
     The search begins with `guess`, and goes on in steps that double until the size is between two.
     """
     parameters: dict[int, int] = {}
     low, high, size, step = 0, 0, guess, max(1, guess // 16)
-    while not high or high - low > max(1, low // 25):
+    while not high or high - low > max(1, low // 50):
         count = fits(network, workers, mode, size)
         if count:
             low, parameters[size] = size, count
