@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -137,6 +137,7 @@ def launch(
     hosts: str | None,
     hosts_file: str | None,
     sync: bool,
+    launcher_address: str | None,
     on: str | None,
     nodes: int | None,
     settings: tuple[str, ...],
@@ -152,7 +153,8 @@ def launch(
 
     view = take_style(chosen, click.get_current_context())
     named = choose.named_hosts(hosts, hosts_file)
-    target = Target(on or "", nodes, named, choose.parse_settings(settings), sync, dry_run)
+    given = choose.parse_settings(settings)
+    target = Target(on or "", nodes, named, given, sync, launcher_address or "", dry_run)
     request = _request(chosen)
     if debug:
         foreground.check(request.stages, chosen["replicas"], here=target.is_local)
@@ -193,6 +195,8 @@ def _follow(job: SubmittedJob) -> int:
         return job.follow()
     except KeyboardInterrupt:
         job.cancel()
+        text = "the job saves a checkpoint and ends; interrupt again to stop waiting for it"
+        click.echo(text, err=True)
         job.follow()
         return INTERRUPTED
 
@@ -206,7 +210,13 @@ def _run(request: RunRequest, engine: Carrier, spec: JobSpec, view: Style) -> in
     with closing(request.prepare()) as begun:
         workers = begun.options.workers  # a resumed run has recorded them
         spec = replace(spec, run_dir=str(begun.run_dir.path), workers=workers)
-        return local.run(begun, view, engine.agents(spec))
+        with ExitStack() as held:
+            try:
+                held.enter_context(engine.connected(spec))
+            except BaseException:
+                begun.undo.close()
+                raise
+            return local.run(begun, view, engine.agents(spec))
 
 
 class _AfterRendezvous(Shown):

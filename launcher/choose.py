@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ import click
 from launcher.command import is_given, is_typed
 from launcher.engines.engine import Carrier, Cluster, Local
 from launcher.engines.kubernetes import Kubernetes
+from launcher.engines.ray import Ray
 from launcher.engines.slurm import Slurm, SlurmAllocation, check_job_step
 from launcher.engines.ssh import Ssh, parse_hosts, read_hosts
 from launcher.spec import Host, JobSpec, job_name
@@ -23,15 +25,17 @@ from pipeworker.timings import VARIABLE
 if TYPE_CHECKING:
     from pipeworker.runs.begin import RunRequest
 
-CLUSTERS: dict[str, Cluster] = {one.name: one for one in (Kubernetes(), Slurm())}
+CLUSTERS: dict[str, Cluster | Carrier] = {one.name: one for one in (Kubernetes(), Ray(), Slurm())}
 """The engines that ``--on`` names."""
 _LAUNCHER_OPTIONS = frozenset(
     {
         *("on", "nodes", "settings", "dry_run", "stages", "run_dir", "hosts", "hosts_file"),
-        *("sync", "auto_resume", "config"),
+        *("sync", "launcher_address", "auto_resume", "config"),
     }
 )
 """Options of the launcher alone, which no rank has."""
+_REPEATED = ("patch",)
+"""Settings that may be given several times: their values are lines of one."""
 _PASSED_ON = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH", "PYTHONHASHSEED", VARIABLE)
 """Variables that decide how a process computes: they must be the same on all hosts."""
 
@@ -41,9 +45,10 @@ class Target:
     """Where a job is to run, as the command line specifies it.
 
     Attributes:
-        cluster: to which the job is submitted; empty for none.
+        cluster: which is asked for hosts; empty for none.
         nodes: the number of hosts that the cluster is asked for; None for the default.
         sync: whether the job file's folder is sent to the hosts first.
+        launcher_address: at which the hosts reach this one; empty for the one that they see.
         dry_run: whether the request is only shown.
 
     Raises:
@@ -55,6 +60,7 @@ class Target:
     hosts: tuple[Host, ...]
     settings: Mapping[str, str]
     sync: bool
+    launcher_address: str
     dry_run: bool
 
     def __post_init__(self) -> None:
@@ -67,8 +73,20 @@ class Target:
                 )
         if self.sync and not self.hosts:
             raise UsageError("--sync: no host is given to send the folder to; add --hosts")
+        if self.launcher_address:
+            self._check_launcher_address()
         if self.dry_run and self.is_local:
             raise UsageError("--dry-run: a local job submits nothing; add --on or --hosts")
+
+    def _check_launcher_address(self) -> None:
+        if self.is_local or isinstance(self.engine, Cluster):
+            raise UsageError("--launcher-address: no other host connects to this one; add --hosts")
+        try:
+            ipaddress.ip_address(self.launcher_address)
+        except ValueError:
+            raise UsageError(
+                f"--launcher-address {self.launcher_address}: must be an IP address"
+            ) from None
 
     @property
     def engine(self) -> Cluster | Carrier:
@@ -129,12 +147,14 @@ def parse_settings(texts: Sequence[str]) -> dict[str, str]:
     Raises:
         UsageError: a value has no name or no ``=``.
     """
-    found = {}
+    found: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not name or not equals:
             raise UsageError(f"--set {text}: not a setting; write --set NAME=VALUE")
-        found[name] = value
+        if name in found and name not in _REPEATED:
+            raise UsageError(f"--set {name}: given twice; give it once")
+        found[name] = f"{found[name]}\n{value}" if name in found else value
     return found
 
 
@@ -173,6 +193,7 @@ def spec_of(request: RunRequest, target: Target, chosen: Mapping[str, Any]) -> J
         settings=target.settings,
         replicas=replicas,
         threads=chosen["threads"] or 1,
+        launcher_address=target.launcher_address,
         sync=target.sync,
         auto_resume=request.auto_resume,
         source=source,

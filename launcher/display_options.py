@@ -47,8 +47,9 @@ def commands_for(name: str, options: Mapping[str, Any], environment: Mapping[str
         return Commands(program, (), job_file)
     hosts = [
         word
-        for option in ("hosts", "hosts_file")
+        for option in ("hosts", "hosts_file", "launcher_address", "on", "nodes")
         if options.get(option)
-        for word in (written(option), options[option])
+        for word in (written(option), str(options[option]))
     ]
+    hosts += [word for setting in options.get("settings", ()) for word in ("--set", setting)]
     return Commands(program, (*program, "launch", *hosts), job_file)

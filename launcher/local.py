@@ -205,16 +205,16 @@ class Launch:
 
     def _read_agent(self, number: int, agent: AgentProcess) -> Iterator[Event]:
         received, more = agent.process.receive()
-        host = self._remote[number].name
+        remote = self._remote[number]
         for text in agent.process.skipped():
-            self._show(lines.Warned(f"{host} prints before pipeworker begins there: {text}"))
-        yield events.AgentLines(number, tuple(self._checked(host, line) for line in received))
+            self._show(lines.Warned(f"{remote.name} prints before pipeworker begins there: {text}"))
+        yield events.AgentLines(number, tuple(self._checked(remote, line) for line in received))
         if not more:
             self._selector.unregister(agent.process)
             del self._agents[number]
             yield events.AgentEnded(number, *agent.finish(self._timings.exit))
 
-    def _checked(self, host: str, line: lines.FromAgent) -> AgentLine:
+    def _checked(self, remote: RemoteAgent, line: lines.FromAgent) -> AgentLine:
         """Compare the host of an agent that introduces itself with this one."""
         if not isinstance(line, lines.AgentHello):
             return line
@@ -224,7 +224,7 @@ class Launch:
         own = lines.AgentHello(host="", **found, **digests)
         if str(run_dir.path) != self._first_path:  # the agent looked where it was at the start
             line = replace(line, run=own.run)
-        problem = host_problem(host, line, own, job_file, str(run_dir.path))
+        problem = host_problem(remote, line, own, job_file, str(run_dir.path))
         return CheckedHello(line.caller, _is_local(line.caller), problem)
 
     # The coordinator.

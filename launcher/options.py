@@ -355,7 +355,12 @@ LAUNCH_PARAMETERS = [
             metavar="FILE",
         ),
         Option("--sync", "Send the job file's folder to the hosts first.", is_flag=True),
-        Option("--on", "The cluster to submit the job to.", click.Choice([*CLUSTERS])),
+        Option(
+            "--launcher-address",
+            "Address of this host for the others, behind a jump host. [default: as they see it]",
+            metavar="ADDRESS",
+        ),
+        Option("--on", "The cluster that runs the job.", click.Choice([*CLUSTERS])),
         Option("--nodes", "Hosts of the cluster. [default: 1]", int),
         Option(
             "--set settings",

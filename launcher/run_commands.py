@@ -1,4 +1,4 @@
-"""The commands that look after the runs of a folder: list, compare, prune, report, top, trace."""
+"""The commands that look after runs: list, compare, prune, report, top, trace, cancel."""
 
 from __future__ import annotations
 
@@ -120,4 +120,16 @@ def top(run: Path, *, once: bool, as_json: bool) -> None:
         top.watch(run, once=once or not sys.stdout.isatty())
 
 
-RUN_COMMANDS = (list_runs, compare, prune, report, top, trace)
+@click.command()
+@click.argument("run")
+def cancel(run: str) -> None:
+    """End the job of RUN, wherever it runs, with a checkpoint.
+
+    RUN is its run directory; or, on Kubernetes, that in the pods or the name of the job.
+    """
+    from launcher.cancel import cancel
+
+    click.echo(cancel(run))
+
+
+RUN_COMMANDS = (cancel, list_runs, compare, prune, report, top, trace)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from pipeworker.errors import UsageError
 
@@ -22,11 +23,13 @@ class Host:
 class RemoteAgent:
     """The agent of a host.
 
-    The pipes of `command` carry its lines; it is empty for an agent on this host.
+    The pipes of `command` carry its lines; it is empty for an agent on this host. `remedy` says
+    what to do if that host lacks the job's files.
     """
 
     host: Host
     command: tuple[str, ...] = ()
+    remedy: str = "share its folder"
 
     @property
     def name(self) -> str:
@@ -51,6 +54,7 @@ class JobSpec:
         environment: variables that processes on other hosts need.
         settings: further settings of a cluster (``--set NAME=VALUE``).
         threads: per worker.
+        launcher_address: of the launcher's host, for hosts that see it at another one.
         sync: whether the job file's folder is sent to the hosts first.
         auto_resume: whether each start, also the first, resumes a run that `run_dir` holds.
         source: the text of the job file, if the hosts do not share this host's files.
@@ -70,6 +74,7 @@ class JobSpec:
     settings: Mapping[str, str] = field(default_factory=dict)
     replicas: int = 1
     threads: int = 1
+    launcher_address: str = ""
     sync: bool = False
     auto_resume: bool = False
     source: str = ""
@@ -94,10 +99,20 @@ class JobSpec:
         """The number of cores on which the workers of the fullest node compute."""
         return self.workers_per_node * self.threads
 
+    def option(self, name: str) -> str:
+        """Return the value of an option that was typed; "" if it was not."""
+        return dict(pairwise(self.options)).get(name, "")
+
     def words(self, job_file: str, *more: str) -> list[str]:
         """Return the job's options, `more` of them, its file and its arguments."""
         arguments = ["--", *self.arguments] if self.arguments else []
         return [*self.options, "--run-dir", self.run_dir, *more, job_file, *arguments]
+
+
+def spread(workers: int, nodes: int) -> tuple[int, ...]:
+    """Return the workers of each node: the first nodes may have one more."""
+    share, more = divmod(workers, nodes)
+    return tuple(share + (number < more) for number in range(nodes))
 
 
 def assign_ranks(places: Sequence[int], ranks: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import signal
 import sys
 import time
@@ -32,6 +33,8 @@ _JOB = "job"
 """The name of the job in the rendezvous of its ranks."""
 _UNNAMED = "none"
 """Torchrun's name for a job that was given no ``--rdzv-id``."""
+_OF_A_HOST = ("interface",)
+"""Options that may differ between hosts."""
 _FAILED = (1, 2, AGAIN)
 """Exit statuses of a rank that reports a failure."""
 _RUN_DIR = "pipeworker/run_dir"
@@ -56,7 +59,8 @@ def run(rank: RankInfo, request: RunRequest, view: Style) -> int:
         style = dataclasses.replace(view, origins=prepared.origins)
         return start_display(prepared.options, prepared.run_dir, style).show
 
-    met = rendezvous.rendezvous(rank, _JOB, partial(prepare, rank, request), listen)
+    begin = partial(prepare, rank, request)
+    met = rendezvous.rendezvous(rank, _JOB, begin, listen, given(request))
     settings = Settings(
         rank.rank,
         met.endpoint,
@@ -68,6 +72,23 @@ def run(rank: RankInfo, request: RunRequest, view: Style) -> int:
     coordinator = met.coordinator
     status = process.run(settings, partial(_leave, coordinator, os.dup(2)), _write_failure)
     return coordinator.finish(status) if coordinator else status
+
+
+def given(request: RunRequest) -> dict[str, str]:
+    """Return what the command line of each rank must have in common, as it writes it.
+
+    An interface may have another name on each host, and only rank 0 shows the job.
+    """
+    own = {"run_dir": request.run_dir, "resume": request.resume, "auto_resume": request.auto_resume}
+    defaults = {} if request.resume else request.defaults
+    chosen = {**own, **defaults, **request.options, "allow_change": request.allow_change}
+    words = chosen.pop("arguments", ())
+    found = {
+        f"--{name.replace('_', '-')}": str(value)
+        for name, value in chosen.items()
+        if name not in _OF_A_HOST and value not in (None, False, ())
+    }
+    return {**found, **({"the words after --": shlex.join(words)} if words else {})}
 
 
 def wait_for_rank_0(mistake: str, *, met: bool) -> None:

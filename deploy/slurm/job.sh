@@ -5,6 +5,7 @@
 #SBATCH --cpus-per-task=4
 #SBATCH --chdir=/project
 #SBATCH --output=/project/runs/train.log
+#SBATCH --comment=/project/runs/train
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@120
@@ -13,7 +14,7 @@
 #SBATCH --time=24:00:00
 
 # A notice (USR1 before the time limit, TERM to the agents at a preemption) stops the run with a
-# checkpoint; the requeued job resumes it. INT stops the run for good.
+# checkpoint; the requeued job resumes it. INT stops the run for good, and so does a cancel.
 # After the first start, the run directory holds this job's run.
 set --
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then set -- --auto-resume; fi
@@ -30,6 +31,7 @@ while kill -0 $run 2> /dev/null; do
     status=$?
 done
 state=$(squeue --noheader --job $SLURM_JOB_ID --format %T)
+if [ -e /project/runs/train/cancelled ]; then requeue=no; fi
 if [ $status -eq 130 ] && [ $requeue = yes ] && [ "$state" = RUNNING ]; then
     scontrol requeue $SLURM_JOB_ID
 fi

@@ -12,6 +12,7 @@ import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -81,12 +82,20 @@ class Carrier(Engine):
         """
 
     def prepare(self, spec: JobSpec) -> None:
-        """Prepare the hosts, if the job asks for that.
+        """Prepare the hosts, if the job asks for that, before its run directory exists.
 
         Raises:
             PipeworkerError: a host cannot be prepared.
         """
         return
+
+    def connected(self, spec: JobSpec) -> AbstractContextManager[None]:
+        """Hold inside the context what the commands of :meth:`agents` need.
+
+        Raises:
+            PipeworkerError: the cluster does not give it.
+        """
+        return nullcontext()
 
 
 class Local(Carrier):

@@ -2,50 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
 
 import click
 
 from launcher.engines.engine import Cluster, run_client, stamp
-from launcher.engines.manifests import Manifests, documents, render
-from launcher.engines.pod import RUNS, Settings
+from launcher.engines.manifests import RUN_DIR, Manifests, documents, render
+from launcher.engines.pod import LABEL, RUNS, Object, Settings
+from launcher.engines.pod_memory import planned_memory
 from launcher.spec import JobSpec
-from pipeworker.errors import UsageError
+from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.wire.keys import new_token
 
-_OWNED = "secret,configmap,service,networkpolicy"
-"""The kinds of the objects that are made for a job, besides the job itself."""
+_DRY = ("--dry-run=server", "-o", "name")
 
 
 @dataclass(frozen=True, slots=True)
 class KubernetesJob:
-    manifests: Manifests
+    """A job of the cluster.
+
+    Attributes:
+        kind: ``job`` or ``jobset``.
+        namespace: empty for the one that kubectl is set to.
+    """
+
+    kind: str
+    name: str
+    namespace: str
+    run_dir: str
 
     def follow(self) -> int:
         """Show the commands by which the user follows and ends the job; it runs without us."""
-        settings = self.manifests.settings
-        kind, name = settings.kind, settings.name
-        where = f" --namespace {settings.namespace}" if settings.namespace else ""
-        selector = f"--selector {self._label}"
+        where = f" --namespace {self.namespace}" if self.namespace else ""
+        selector = f"--selector app.kubernetes.io/instance={self.name}"
         click.echo(
-            f"{kind} {name} is submitted; its run directory is {self.manifests.run_dir}\n"
+            f"{self.kind} {self.name} is submitted; its run directory is {self.run_dir}\n"
             f"  kubectl get pods{where} {selector}\n"
             f"  kubectl logs{where} --follow {selector}\n"
-            f"  kubectl delete {kind}{where} {name}"
+            f"  kubectl delete {self.kind}{where} {self.name}"
         )
         return 0
 
     def cancel(self) -> None:
-        """End the job, which saves a checkpoint, and remove what was made for it."""
-        now = ("--ignore-not-found", "--wait=false")
-        settings = self.manifests.settings
-        _kubectl(settings, "delete", settings.kind, settings.name, *now)
-        _kubectl(settings, "delete", _OWNED, "--selector", self._label, *now)
-
-    @property
-    def _label(self) -> str:
-        return f"app.kubernetes.io/instance={self.manifests.settings.name}"
+        """End the job, which saves a checkpoint; the cluster removes what it owns."""
+        gone = ("--ignore-not-found", "--wait=false")
+        _kubectl(self.namespace, "delete", self.kind, self.name, *gone)
 
 
 class Kubernetes(Cluster):
@@ -59,31 +63,110 @@ class Kubernetes(Cluster):
         return f"{RUNS}/{spec.name}-{stamp()}"
 
     def render(self, spec: JobSpec) -> str:
-        return render(spec).text
+        return _manifests(spec).text
 
     def submit(self, spec: JobSpec) -> KubernetesJob:
         """Make the objects of a job, and a token for it.
+
+        The cluster validates them all, with its own policies, before it makes the first one. The
+        job owns the others: they are removed with it.
 
         Raises:
             UsageError: the job exists already, or kubectl is not installed.
             PipeworkerError: the cluster rejects it.
         """
-        manifests = render(spec)
-        settings = manifests.settings
-        kind, name = settings.kind, settings.name
-        if _kubectl(settings, "get", kind, name, "--ignore-not-found", "-o", "name").strip():
+        manifests = _manifests(spec)
+        settings, token = manifests.settings, new_token()
+        kind, name, namespace = settings.kind, settings.name, settings.namespace
+        if _kubectl(namespace, "get", kind, name, "--ignore-not-found", "-o", "name").strip():
             raise UsageError(
                 f"--set name={name}: {kind} {name} exists already; specify another name, or remove "
                 f"it with kubectl delete {kind} {name}"
             )
-        objects = (manifests.secret(new_token()), *manifests.objects)
-        _kubectl(settings, "apply", "-f", "-", text=documents(objects))
-        return KubernetesJob(manifests)
+        everything = documents((manifests.secret(token), *manifests.objects))
+        _kubectl(namespace, "apply", *_DRY, "-f", "-", text=everything)
+        made = _kubectl(
+            namespace, "create", "-o", "json", "-f", "-", text=documents((manifests.job,))
+        )
+        job = KubernetesJob(kind, name, namespace, manifests.run_dir)
+        try:
+            owned = documents(manifests.owned(token, json.loads(made)))
+            _kubectl(namespace, "apply", "-f", "-", text=owned)
+        except PipeworkerError:
+            job.cancel()
+            raise
+        return job
 
 
-def _kubectl(settings: Settings, *words: str, text: str = "") -> str:
-    namespace = ("--namespace", settings.namespace) if settings.namespace else ()
-    line = ("kubectl", *words, *namespace)
+def find(run: str) -> KubernetesJob | None:
+    """Return the job that has a run directory, or this name, in the namespace of kubectl.
+
+    Raises:
+        PipeworkerError: the cluster does not answer.
+    """
+    for kind in ("job", "jobset"):
+        try:
+            found = _kubectl("", "get", kind, "--selector", "=".join(LABEL), "-o", "json")
+        except PipeworkerError:
+            if kind == "jobset":  # a cluster need not have them
+                continue
+            raise
+        for one in json.loads(found)["items"]:
+            metadata: dict[str, Any] = one["metadata"]
+            directory = metadata.get("annotations", {}).get(RUN_DIR, "")
+            if run in (directory, metadata["name"]):
+                return KubernetesJob(kind, metadata["name"], metadata["namespace"], directory)
+    return None
+
+
+def _manifests(spec: JobSpec) -> Manifests:
+    paths = Settings.of(spec).patch.splitlines()
+    return render(_limited(spec), [_read_patch(Path(path)) for path in paths])
+
+
+def _read_patch(path: Path) -> Object:
+    """Return a file's patch.
+
+    Raises:
+        UsageError: it is not YAML, or no part of an object.
+    """
+    try:
+        import yaml
+    except ImportError:
+        raise UsageError(
+            "--set patch: PyYAML is not installed; pip install 'pipeworker[kubernetes]'"
+        ) from None
+    try:
+        patch = yaml.safe_load(path.read_text("utf-8"))
+    except OSError as error:
+        raise UsageError(f"--set patch={path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"--set patch={path}: not one document of YAML: {reason}") from None
+    if not isinstance(patch, dict):
+        raise UsageError(f"--set patch={path}: must be a part of a pod template, as spec: …")
+    return patch
+
+
+def _limited(spec: JobSpec) -> JobSpec:
+    """Return the job with a limit of memory, which the policies of many clusters demand."""
+    settings = Settings.of(spec)
+    if settings.memory:
+        return spec
+    try:
+        memory = planned_memory(spec, settings)
+    except PipeworkerError as error:
+        click.echo(
+            f"warning: the memory of the pods is not limited ({error}); use --set memory=SIZE",
+            err=True,
+        )
+        return spec
+    return replace(spec, settings={**spec.settings, "memory": memory})
+
+
+def _kubectl(namespace: str, *words: str, text: str = "") -> str:
+    where = ("--namespace", namespace) if namespace else ()
+    line = ("kubectl", *words, *where)
     try:
         return run_client(line, text, label=f"kubectl {words[0]}", cluster="the cluster")
     except OSError as error:

@@ -8,13 +8,17 @@ checkpoint. A lost node, or a pod that was asked to end, does not count as an at
 from __future__ import annotations
 
 import posixpath
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from launcher.engines.patch import merge
 from launcher.engines.pod import RUNS, SECRET, Object, Settings, template
 from launcher.spec import JobSpec
 from pipeworker.errors import UsageError
 
+RUN_DIR = "pipeworker/run-dir"
+"""The annotation of a job with its run directory."""
 _USER_ERRORS = [1, 2]
 _TERMINATED = [130, 143]
 _MAX_SOURCE = 1_000_000  # bytes in a ConfigMap, which holds 1 MiB
@@ -34,10 +38,25 @@ class Manifests:
     run_dir: str
     objects: tuple[Object, ...]
 
+    @property
+    def job(self) -> Object:
+        """The job itself."""
+        return self.objects[-1]
+
     def secret(self, token: str) -> Object:
         """Return the object that gives the token to the pods of this job."""
         content = {"type": "Opaque", "stringData": {SECRET: token}}
         return _object("v1", "Secret", self.settings, "-token", **content)
+
+    def owned(self, token: str, job: Object) -> tuple[Object, ...]:
+        """Return the other objects, which are removed with the job that the cluster has made."""
+        metadata = job["metadata"]
+        owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": metadata["name"]}
+        owner["uid"] = metadata["uid"]
+        return tuple(
+            {**one, "metadata": {**one["metadata"], "ownerReferences": [owner]}}
+            for one in (self.secret(token), *self.objects[:-1])
+        )
 
     @property
     def text(self) -> str:
@@ -51,8 +70,10 @@ class Manifests:
         ) + documents(self.objects)
 
 
-def render(spec: JobSpec) -> Manifests:
+def render(spec: JobSpec, patches: Sequence[Object] = ()) -> Manifests:
     """Return the objects of a job; with its file, unless the pods have that (``--set job=PATH``).
+
+    Each patch is merged into the pod template or, if it has a `kind`, into the job itself.
 
     Raises:
         UsageError: a setting is invalid, or Kubernetes cannot run the job so.
@@ -67,14 +88,36 @@ def render(spec: JobSpec) -> Manifests:
     if not posixpath.normpath(run_dir).startswith(f"{RUNS}/"):
         raise UsageError(f"--run-dir {run_dir}: must be in {RUNS}, the volume of the pods")
     spec = replace(spec, run_dir=run_dir)
-    pod = template(spec, settings)
+    pod, job = template(spec, settings), _job if settings.kind == "job" else _job_set
+    for patch in patches:
+        _check_patch(patch, settings)
+        pod = merge(pod, {} if "kind" in patch else patch)
+    whole = job(spec, settings, pod)
+    for patch in patches:
+        whole = merge(whole, patch if "kind" in patch else {})
     objects = [
         *([] if settings.job else [_config_map(spec, settings)]),
         *([_service(settings)] if settings.kind == "job" else []),
         _network_policy(settings),
-        (_job if settings.kind == "job" else _job_set)(spec, settings, pod),
+        whole,
     ]
     return Manifests(settings, run_dir, tuple(objects))
+
+
+def _check_patch(patch: Object, settings: Settings) -> None:
+    """Check that a patch is of this job.
+
+    Raises:
+        UsageError: it is of another kind of job, or of nothing that it has.
+    """
+    kind = "Job" if settings.kind == "job" else "JobSet"
+    if patch.get("kind", kind) != kind:
+        raise UsageError(f"--set patch: the job is a {kind}, not a {patch['kind']}")
+    if "kind" not in patch and (unknown := sorted(patch.keys() - {"metadata", "spec"})):
+        raise UsageError(
+            f"--set patch: {unknown[0]}: a pod template has metadata and spec; to change the job "
+            f"itself, write kind: {kind} as well"
+        )
 
 
 def documents(objects: tuple[Object, ...]) -> str:
@@ -102,6 +145,13 @@ def documents(objects: tuple[Object, ...]) -> str:
     return yaml.dump_all(
         objects, Dumper=Dumper, sort_keys=False, explicit_start=True, width=100, allow_unicode=True
     )
+
+
+def _whole(version: str, kind: str, run_dir: str, settings: Settings, spec: Object) -> Object:
+    """Return the job itself, which names its run directory."""
+    found = _object(version, kind, settings, spec=spec)
+    found["metadata"]["annotations"] = {RUN_DIR: run_dir}
+    return found
 
 
 def _object(
@@ -159,10 +209,11 @@ def _job(spec: JobSpec, settings: Settings, pod: Object) -> Object:
         "backoffLimitPerIndex": settings.retries,
         "maxFailedIndexes": 0,
         "podReplacementPolicy": "Failed",
+        "ttlSecondsAfterFinished": settings.ttl,
         "podFailurePolicy": {"rules": rules},
         "template": pod,
     }
-    return _object("batch/v1", "Job", settings, spec=content)
+    return _whole("batch/v1", "Job", spec.run_dir, settings, content)
 
 
 def _job_set(spec: JobSpec, settings: Settings, pod: Object) -> Object:
@@ -189,6 +240,7 @@ def _job_set(spec: JobSpec, settings: Settings, pod: Object) -> Object:
         "template": pod,
     }
     content = {
+        "ttlSecondsAfterFinished": settings.ttl,
         "network": {"enableDNSHostnames": True, "subdomain": settings.name},
         "failurePolicy": {
             "maxRestarts": settings.retries,
@@ -197,7 +249,7 @@ def _job_set(spec: JobSpec, settings: Settings, pod: Object) -> Object:
         },
         "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": job}}],
     }
-    return _object("jobset.x-k8s.io/v1alpha2", "JobSet", settings, spec=content)
+    return _whole("jobset.x-k8s.io/v1alpha2", "JobSet", spec.run_dir, settings, content)
 
 
 def _indexed(spec: JobSpec) -> Object:

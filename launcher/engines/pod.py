@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import posixpath
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from launcher.engines.settings import read_settings
 from launcher.spec import JobSpec
 from pipeworker.errors import UsageError
 
@@ -15,11 +16,33 @@ RUNS = "/runs"
 FILES = "/job"
 """The path of the folder in a pod that holds a job file that is sent."""
 SECRET = "token"
+LABEL = "app.kubernetes.io/name", "pipeworker"
+"""The label of all objects of all jobs."""
 KINDS = ("job", "jobset")
 _PORT = 29500
 _USER = 10001
 _SHUTDOWN = 10  # seconds of the grace period for torchrun itself
+_TOKEN = "/etc/pipeworker"
+_WEEK = 7 * 24 * 3600
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+_SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|[KMGTPE]i?)?")
+_RESOURCE = re.compile(r"[a-z0-9.-]+/[A-Za-z0-9._-]+")
+_LABEL = re.compile(r"([a-z0-9.-]+/)?[A-Za-z0-9][A-Za-z0-9._-]*=[A-Za-z0-9._-]*")
+_FORMS = {
+    "namespace": (_SUBDOMAIN, "the name of a namespace"),
+    "claim": (_SUBDOMAIN, "the name of a volume claim"),
+    "service-account": (_SUBDOMAIN, "the name of a service account"),
+    "accelerator": (_RESOURCE, "a resource, as nvidia.com/gpu"),
+    "cpu": (_QUANTITY, "a quantity, as 8 or 500m"),
+    "memory": (_QUANTITY, "a quantity, as 64Gi"),
+    "tmp": (_QUANTITY, "a quantity, as 10Gi"),
+    "shm": (_QUANTITY, "a quantity, as 10Gi"),
+    "node-selector": (_LABEL, "LABEL=VALUE"),
+    "job": (re.compile(r"/.+"), "an absolute path in the pods"),
+    "image": (re.compile(r"[^\s]+"), "the name of an image"),
+}
+"""What each text must be, if it is given, and its name in a message."""
 
 Object = dict[str, Any]
 
@@ -37,14 +60,18 @@ class Settings:
             file is sent.
         accelerator: a resource of which each worker gets one, as ``nvidia.com/gpu``.
         cpu: of a pod; by default one for each thread of its workers.
-        memory: of a pod; by default unlimited.
+        memory: of a pod; by default what the plan of the job needs.
+        tmp: the limit of a pod's files in ``/tmp``.
+        shm: the limit of its shared memory; by default its memory.
         node_selector: the label of the nodes, ``LABEL=VALUE``.
+        patch: paths of files with parts of the pod template or the job, a line each.
         egress: ``any`` lets the pods connect to what is outside the job, such as data.
         grace: the seconds between SIGTERM and SIGKILL, for a checkpoint.
         retries: how often the job is restarted after losses that are not a node's.
+        ttl: the seconds for which the cluster keeps the job after its end.
     """
 
-    image: str
+    image: str = ""
     kind: str = "job"
     name: str = ""
     namespace: str = ""
@@ -53,11 +80,15 @@ class Settings:
     accelerator: str = ""
     cpu: str = ""
     memory: str = ""
+    tmp: str = "10Gi"
+    shm: str = ""
     node_selector: str = ""
     service_account: str = ""
     egress: str = "job"
     grace: int = 120
     retries: int = 6
+    ttl: int = _WEEK
+    patch: str = ""
 
     @staticmethod
     def of(spec: JobSpec) -> Settings:
@@ -66,26 +97,18 @@ class Settings:
         Raises:
             UsageError: a setting is unknown, missing or invalid.
         """
-        given = spec.settings
-        known = {field.name.replace("_", "-"): field for field in fields(Settings)}
-        if unknown := sorted(given.keys() - known.keys()):
-            raise UsageError(f"--set {unknown[0]}: must be one of {', '.join(known)}")
-        if not given.get("image"):
+        settings = read_settings(Settings, spec.settings, "kubernetes")
+        if not settings.image:
             raise UsageError("--on kubernetes: no image for the pods; use --set image=IMAGE")
-        values: dict[str, Any] = {}
-        for name, text in given.items():
-            number = known[name].type == "int"
-            if number and not (text.isascii() and text.isdigit() and len(text) < 7):
-                raise UsageError(f"--set {name}={text}: must be a number")
-            values[known[name].name] = int(text) if number else text
-        settings = Settings(**values)
         for name, choices in (("kind", KINDS), ("egress", ("job", "any"))):
             if (value := getattr(settings, name)) not in choices:
                 raise UsageError(f"--set {name}={value}: must be one of {', '.join(choices)}")
         if settings.grace <= _SHUTDOWN:
             raise UsageError(f"--set grace={settings.grace}: must be more than {_SHUTDOWN} s")
-        if settings.node_selector and "=" not in settings.node_selector:
-            raise UsageError(f"--set node-selector={settings.node_selector}: must be LABEL=VALUE")
+        for name, (form, text) in _FORMS.items():
+            value = getattr(settings, name.replace("-", "_"))
+            if value and not form.fullmatch(value):
+                raise UsageError(f"--set {name}={value}: must be {text}")
         name = settings.name or spec.name
         if not _NAME.fullmatch(name):
             raise UsageError(
@@ -96,7 +119,7 @@ class Settings:
     @property
     def labels(self) -> dict[str, str]:
         """The labels of all objects of the job."""
-        return {"app.kubernetes.io/name": "pipeworker", "app.kubernetes.io/instance": self.name}
+        return {LABEL[0]: LABEL[1], "app.kubernetes.io/instance": self.name}
 
 
 def template(spec: JobSpec, settings: Settings) -> Object:
@@ -104,10 +127,13 @@ def template(spec: JobSpec, settings: Settings) -> Object:
     name = settings.name
     label, _, value = settings.node_selector.partition("=")
     account = settings.service_account
+    shared = settings.shm or settings.memory or settings.tmp
+    token = {"secretName": f"{name}-token", "defaultMode": 0o440}
     volumes: list[Object] = [
         {"name": "runs", "persistentVolumeClaim": {"claimName": settings.claim}},
-        {"name": "tmp", "emptyDir": {}},
-        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        {"name": "tmp", "emptyDir": {"sizeLimit": settings.tmp}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shared}},
+        {"name": "token", "secret": token},
     ]
     if not settings.job:
         volumes.append({"name": "job", "configMap": {"name": f"{name}-job"}})
@@ -146,11 +172,12 @@ def _container(spec: JobSpec, settings: Settings) -> Object:
         {"name": "runs", "mountPath": RUNS},
         {"name": "tmp", "mountPath": "/tmp"},
         {"name": "shm", "mountPath": "/dev/shm"},
+        {"name": "token", "mountPath": _TOKEN, "readOnly": True},
     ]
     if not settings.job:
         mounts.append({"name": "job", "mountPath": FILES, "readOnly": True})
-    secret = {"secretKeyRef": {"name": f"{settings.name}-token", "key": SECRET}}
-    plain = {
+    environment = {
+        "PIPEWORKER_TOKEN_FILE": f"{_TOKEN}/{SECRET}",
         "HOME": "/tmp",
         "OMP_NUM_THREADS": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(settings.grace - _SHUTDOWN),
@@ -160,10 +187,7 @@ def _container(spec: JobSpec, settings: Settings) -> Object:
         "image": settings.image,
         "command": ["python", "-m", "pipeworker", "node"],
         "args": _args(spec, settings),
-        "env": [
-            {"name": "PIPEWORKER_TOKEN", "valueFrom": secret},
-            *({"name": key, "value": value} for key, value in plain.items()),
-        ],
+        "env": [{"name": key, "value": value} for key, value in environment.items()],
         "resources": {"requests": resources, "limits": resources},
         "securityContext": {
             "allowPrivilegeEscalation": False,

@@ -18,8 +18,9 @@ from pathlib import Path
 import click
 
 from launcher.engines.engine import Carrier, Cluster, agent_command, run_client
-from launcher.spec import Host, JobSpec, RemoteAgent
+from launcher.spec import Host, JobSpec, RemoteAgent, spread
 from pipeworker.errors import PipeworkerError, UsageError
+from pipeworker.record.rundir import CANCELLED
 
 NOTICE = 120
 """Seconds before the end of its time limit at which a job is notified."""
@@ -36,7 +37,7 @@ _SCRIPT = """\
 {directives}
 
 # A notice (USR1 before the time limit, TERM to the agents at a preemption) stops the run with a
-# checkpoint; the requeued job resumes it. INT stops the run for good.
+# checkpoint; the requeued job resumes it. INT stops the run for good, and so does a cancel.
 {again}
 {command} &
 run=$!
@@ -51,6 +52,7 @@ while kill -0 $run 2> /dev/null; do
     status=$?
 done
 state=$(squeue --noheader --job $SLURM_JOB_ID --format %T)
+if [ -e {cancelled} ]; then requeue=no; fi
 if [ $status -eq 130 ] && [ $requeue = yes ] && [ "$state" = RUNNING ]; then
     scontrol requeue $SLURM_JOB_ID
 fi
@@ -127,10 +129,6 @@ class SlurmJob:
             _run("scancel", self.job)
         else:
             _run("scancel", "--batch", "--signal=INT", self.job)
-        click.echo(
-            f"job {self.job} saves a checkpoint and ends; interrupt again to stop waiting for it",
-            err=True,
-        )
 
     def state(self) -> State:
         """Return the job's state; Slurm forgets a job some minutes after its end."""
@@ -177,6 +175,7 @@ class Slurm(Cluster):
             "cpus-per-task": str(spec.cores_per_node),
             "chdir": spec.folder,
             "output": _log(spec),
+            "comment": spec.run_dir,
             "open-mode": "append",
             "requeue": "",
             "signal": f"B:USR1@{NOTICE}",
@@ -194,7 +193,12 @@ class Slurm(Cluster):
         again = "set -- --auto-resume" if spec.auto_resume else _AGAIN
         again = "set --" if "--resume" in spec.options else again
         line = f'{start} "$@" {words}'
-        return _SCRIPT.format(directives="\n".join(lines), again=again, command=line)
+        return _SCRIPT.format(
+            directives="\n".join(lines),
+            again=again,
+            command=line,
+            cancelled=shlex.quote(f"{spec.run_dir}/{CANCELLED}"),
+        )
 
     def submit(self, spec: JobSpec) -> SlurmJob:
         """Submit the script of a job.
@@ -238,6 +242,19 @@ class SlurmAllocation(Carrier):
 
     def agents(self, spec: JobSpec) -> tuple[RemoteAgent, ...]:
         return agents(spec, allocated_nodes(os.environ))
+
+
+def find(run: str) -> SlurmJob | None:
+    """Return the job of this user that was submitted for a run directory, and has not ended.
+
+    Raises:
+        PipeworkerError: Slurm does not answer.
+    """
+    for line in _run("squeue", "--me", "--noheader", "--format", "%i %k").splitlines():
+        number, _, comment = line.partition(" ")
+        if comment.strip() == run:
+            return SlurmJob(number, None)
+    return None
 
 
 def _log(spec: JobSpec) -> str:
@@ -319,13 +336,13 @@ def agents(spec: JobSpec, nodes: Sequence[tuple[str, int]]) -> tuple[RemoteAgent
             f"--stages: the allocation has {len(nodes)} nodes, and the job {spec.workers} workers; "
             "use at least one worker a node"
         )
-    share, more = divmod(spec.workers, len(nodes))
     found = []
-    for number, (node, cores) in enumerate(nodes):
+    for (node, cores), workers in zip(nodes, spread(spec.workers, len(nodes)), strict=True):
         step = ("srun", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--overlap")
         how = (f"--cpus-per-task={cores}", "--cpu-bind=none", "--quiet", f"--chdir={spec.folder}")
-        host = Host(node, share + (number < more))
-        found.append(RemoteAgent(host, (*step, *how, *agent_command(spec, _CALLER))))
+        ours = ("env", f"{_CALLER}={spec.launcher_address}") if spec.launcher_address else ()
+        line = (*step, *how, *ours, *agent_command(spec, _CALLER))
+        found.append(RemoteAgent(Host(node, workers), line))
     return tuple(found)
 
 

@@ -69,10 +69,14 @@ class Ssh(Carrier):
 
 
 def _agent(spec: JobSpec, host: Host) -> RemoteAgent:
-    environment = [f"{name}={value}" for name, value in sorted(spec.environment.items())]
+    given = dict(spec.environment)
+    if spec.launcher_address:
+        given[_CALLER] = spec.launcher_address
+    environment = [f"{name}={value}" for name, value in sorted(given.items())]
     agent = ["env", *environment, *agent_command(spec, _CALLER, host.python)]
     line = f"cd {shlex.quote(spec.folder)} && exec {shlex.join(agent)}"
-    return RemoteAgent(host, (*CLIENT, host.name, line))
+    remedy = "share its folder, or send it with --sync"
+    return RemoteAgent(host, (*CLIENT, host.name, line), remedy)
 
 
 def receivers(spec: JobSpec) -> list[tuple[str, ...]]:

@@ -11,7 +11,7 @@ from launcher.spec import RemoteAgent
 from launcher.supervisor.events import AgentLine, CheckedHello
 from pipeworker.coordinator.roster import JOIN_FACTOR
 from pipeworker.facts.failure import describe_exit
-from pipeworker.wire.lines import AgentHello, Forked, Starting
+from pipeworker.wire.lines import AgentHello, Forked, Starting, Waiting
 
 LOOPBACK = "127.0.0.1"
 _EVERYWHERE = ("0.0.0.0", "::")
@@ -41,7 +41,9 @@ class SilenceTimer:
 
     def receive(self, line: AgentLine | None, now: float) -> None:
         """Record a message; a process that only reports that it stands still is silent."""
-        if not isinstance(line, Starting):
+        if isinstance(line, Waiting):
+            self.restart(now)
+        elif not isinstance(line, Starting):
             self.since, self.has_sent = now, True
         elif self.cpu_seconds < line.cpu_seconds < _START_FACTOR * self.limit:
             self.since, self.cpu_seconds = now, line.cpu_seconds
@@ -75,6 +77,7 @@ class AgentState:
         is_lost: whether its process has ended.
         may_retry: whether it is worth one attempt to start it again in this generation.
         silence: the error message of its silence timeout; empty while that has not expired.
+        waits_for: what its cluster waits for before it starts, as the user was told.
     """
 
     remote: RemoteAgent
@@ -84,6 +87,7 @@ class AgentState:
     is_lost: bool = False
     may_retry: bool = True
     silence: str = ""
+    waits_for: str = ""
     _forked: bool = False  # a worker, since it was started
     _lost_at: float = float("-inf")  # after it had forked workers
 
@@ -105,7 +109,7 @@ class AgentState:
         """Record that its process is being started again."""
         self.timer.restart(now)
         self.is_lost = self.may_retry = self._forked = False
-        self.silence = ""
+        self.silence = self.waits_for = ""
 
     def forked(self, line: Forked) -> None:
         self.pids[line.rank] = line.pid
@@ -121,7 +125,15 @@ class AgentState:
             return self._forked, self.silence or f"{self.timer.name} {describe_exit(code)}"
         reason = self.silence or last_line or f"it {describe_exit(code)}"
         what = "is lost" if self.hello else "cannot be used"
-        return self._forked, f"{self.remote.name} {what}: {reason}{_hint(reason)}"
+        return self._forked, f"{self.remote.name} {what}: {reason}{self._hint(reason)}"
+
+    def _hint(self, reason: str) -> str:
+        """Return what to do about the words of a host's shell or interpreter, if it is known."""
+        if "No module named" in reason:
+            return "; install it there, or specify an interpreter that has it"
+        if "No such file or directory" in reason:
+            return f"; {self.remote.remedy}"
+        return ""
 
     def endpoint(self, endpoint: str, callers: Iterable[str]) -> str:
         """Return the endpoint to which its workers connect; the coordinator listens at `endpoint`.
@@ -137,21 +149,14 @@ class AgentState:
         return f"{url.scheme}://{host}:{url.port}"
 
 
-def _hint(reason: str) -> str:
-    """Return what to do about the words of a host's shell or interpreter, if that is known."""
-    if "No module named" in reason:
-        return "; install it there, or specify the host's interpreter with --hosts-file"
-    if "No such file or directory" in reason:
-        return "; share the folder with that host, or send it with --sync"
-    return ""
-
-
-def host_problem(host: str, hello: AgentHello, own: AgentHello, job_file: str, run_dir: str) -> str:
+def host_problem(
+    remote: RemoteAgent, hello: AgentHello, own: AgentHello, job_file: str, run_dir: str
+) -> str:
     """Return why a host whose versions or files are not this host's own cannot take part, or "".
 
     Two releases of Python that differ in the last number alone are taken for equal.
     """
-    it = f"{host}: it"
+    it = f"{remote.name}: it"
     for name in ("pipeworker", "python", "torch"):
         version, ours = getattr(hello, name), getattr(own, name)
         release = 2 if name == "python" else None
@@ -160,7 +165,7 @@ def host_problem(host: str, hello: AgentHello, own: AgentHello, job_file: str, r
             return f"{it} has {found}, this host has {ours or 'none'}; install the same"
     if hello.job != own.job:
         found = "another" if hello.job else "no"
-        return f"{it} has {found} {job_file}; share its folder, or send it with --sync"
+        return f"{it} has {found} {job_file}; {remote.remedy}"
     if hello.run != own.run:
         return (
             f"{it} does not see the run directory {run_dir}; specify one on a file system that all "

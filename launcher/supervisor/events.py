@@ -24,7 +24,7 @@ class CheckedHello:
 
 
 _Report = lines.Forked | lines.WorkerExited | lines.CannotStart
-AgentLine = CheckedHello | _Report | Interrupt | SaveRequest | Starting | KeepAlive
+AgentLine = CheckedHello | _Report | Interrupt | SaveRequest | Starting | lines.Waiting | KeepAlive
 
 
 @dataclass(frozen=True, slots=True)

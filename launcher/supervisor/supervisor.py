@@ -262,6 +262,11 @@ class Supervisor:
                 self._send(line)
             case lines.CannotStart() | lines.SaveRequest() | lines.Starting():
                 self._send(line)
+            case lines.Waiting():
+                self._send(line)
+                if line.reason not in ("", agent.waits_for):
+                    agent.waits_for = line.reason
+                    self._show(Warned(f"{agent.remote.name} waits: {line.reason}", note=True))
             case lines.Interrupt():
                 self._stop(f"{agent.remote.name} was asked to end: ")
             case lines.KeepAlive():

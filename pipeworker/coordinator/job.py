@@ -186,6 +186,8 @@ class Job:
             if refusal and self._restarts.causes:
                 effects.append(Warned(f"the job is not restarted: {refusal}"))
             end = JobEnd(Status.FAILED, 1, end.failure)
+            if self._holds_unsaved and self._elastic.shrink_to_save(room):
+                return self._save_first(end, effects, now)
         self.end = end
         return [*effects, self._verdict(end, now)]
 
@@ -204,7 +206,7 @@ class Job:
                 return generation.cannot_start(event)
             case lines.HostLost():
                 return generation.host_lost(event)
-            case lines.Starting():
+            case lines.Starting() | lines.Waiting():
                 generation.roster.started = now  # its workers cannot join yet
                 return []
             case lines.Interrupt():
@@ -261,14 +263,19 @@ class Job:
         """Return whether the user's code has failed and memory has steps that the disk lacks."""
         failure = end.failure
         users = failure is not None and failure.cause is Cause.USER and failure.rank >= 0
-        if self._options.own_loop:  # its workers have saved it themselves, if they could
-            return False
-        return users and self.progress.has_unsaved(self._newest_state.step)
+        return users and self._holds_unsaved
+
+    @property
+    def _holds_unsaved(self) -> bool:
+        """Whether memory has steps that the disk lacks, and the workers have not saved them."""
+        own_loop = self._options.own_loop  # its workers have saved it themselves, if they could
+        return not own_loop and self.progress.has_unsaved(self._newest_state.step)
 
     def _save_first(self, end: JobEnd, effects: list[Effect], now: float) -> list[Effect]:
         """Start one more generation that only writes the last snapshot, then end by `end`.
 
-        The failed workers cannot save it themselves, because they are in the middle of a step.
+        The failed workers cannot save it themselves, because they are in the middle of a step, or
+        because their host is gone and the copies in another one's memory are left.
         """
         assert end.failure
         self._pending_end = end
@@ -276,6 +283,8 @@ class Job:
         self._recovery = None
         self.generation.interrupted, self.generation.stopped = now, end
         text = f"the job failed; step {self.progress.steps} is saved before it ends"
+        if self._elastic.workers < self._elastic.target:
+            text += f", with the {self._workers_text} for which there is room"
         return [*effects, Warned(text)]
 
     @property

@@ -87,6 +87,16 @@ class ElasticPolicy:
         self._since, self._early_losses = now, 0
         return True
 
+    def shrink_to_save(self, room: int) -> bool:
+        """Reduce the number to what there is room for, below the minimum, only to save the state.
+
+        Returns:
+            Whether there is room for any.
+        """
+        if room > 0:
+            self.workers = min(self.workers, room)
+        return room > 0
+
     def steps_run(self, now: float) -> None:
         """Restart the wait until all workers are tried again: the current ones run steps."""
         self._since = now

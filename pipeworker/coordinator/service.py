@@ -140,6 +140,8 @@ class Service:
                 self._workers.ping_quiet(set(self._job.peers))
                 if self._run_dir.withdraw_checkpoint_request():
                     self._handle(lines.SaveRequest())
+                if self._run_dir.cancel_requested():
+                    self._handle(lines.Interrupt())
                 self._show(now)
             if now >= next_ping:
                 next_ping = now + self._timings.ping

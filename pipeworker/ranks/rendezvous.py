@@ -8,11 +8,11 @@ own random word is in it.
 
 from __future__ import annotations
 
+import hmac
 import json
-import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from pipeworker.ranks.coordinator_process import CoordinatorProcess, EventListen
 from pipeworker.ranks.rank_info import RankInfo, wait_until
 from pipeworker.runs.begin import PreparedRun
 from pipeworker.wire.interfaces import connection_error
-from pipeworker.wire.keys import TOKEN_VARIABLE, new_token
+from pipeworker.wire.keys import TOKEN_VARIABLE, given_token, new_token
 from pipeworker.wire.lines import Warned
 from pipeworker.wire.sockets import WORKER_NEEDS
 
@@ -37,6 +37,8 @@ BeginRun = Callable[[int], PreparedRun]
 """Begins the run on rank 0, given how often torchrun has restarted the ranks."""
 Listen = Callable[[PreparedRun], EventListener]
 """Returns the listener to the coordinator's events, given the run."""
+
+_NOTHING: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class PeerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         restart: how often torchrun has restarted the ranks of its node.
         master: the first host's address as this host resolves it; on that host itself it may be a
             loopback address.
+        proof: that the rank has been given a token, see :func:`_proof`; empty if it has none.
+        given: the options and words of its command line that must be the same on all ranks.
         mistake: why the rank cannot take part; empty if it can.
     """
 
@@ -65,15 +69,19 @@ class PeerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     identity: str
     restart: int
     master: str
+    proof: str = ""
+    given: dict[str, str] = {}
     mistake: str = ""
 
     @staticmethod
-    def of(info: RankInfo, mistake: str = "") -> PeerInfo:
+    def of(info: RankInfo, given: Mapping[str, str] = _NOTHING, mistake: str = "") -> PeerInfo:
         """Describe this process."""
         from pipeworker.worker.transport.links.unix import host_identity
 
         word, host = secrets.token_hex(8), socket.gethostname()
-        return PeerInfo(word, host, host_identity(), info.restart, info.master_address(), mistake)
+        master, proof = info.master_address(), _proof(word)
+        at = (info.restart, master)
+        return PeerInfo(word, host, host_identity(), *at, proof, dict(given), mistake)
 
     @staticmethod
     def decode(text: bytes) -> PeerInfo:
@@ -96,11 +104,17 @@ class PeerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return json.dumps(msgspec.to_builtins(self))
 
 
-def rendezvous(info: RankInfo, name: str, begin: BeginRun, listen: Listen) -> RendezvousResult:
+def rendezvous(
+    info: RankInfo,
+    name: str,
+    begin: BeginRun,
+    listen: Listen,
+    given: Mapping[str, str] = _NOTHING,
+) -> RendezvousResult:
     """Start the coordinator on rank 0, and learn on the other ranks where it listens.
 
     The `name` distinguishes the job from others that use the same store. Rank 0 alone calls `begin`
-    and `listen`.
+    and `listen`. What the command line has `given` must be the same on all ranks.
 
     Raises:
         UsageError: the ranks cannot meet, or one of them has made a mistake.
@@ -111,7 +125,7 @@ def rendezvous(info: RankInfo, name: str, begin: BeginRun, listen: Listen) -> Re
         check_available(*WORKER_NEEDS)
     except OSError as error:
         raise PipeworkerError(f"rank {info.rank} cannot start: {error.strerror}") from None
-    token = os.environ.get(TOKEN_VARIABLE)
+    token = given_token()
     if info.world == 1:
         token = token or new_token()
         run = begin(info.restart)
@@ -119,9 +133,9 @@ def rendezvous(info: RankInfo, name: str, begin: BeginRun, listen: Listen) -> Re
         return RendezvousResult(coordinator.endpoint, token, coordinator)
     store = info.open_store()
     if info.rank:
-        answer = _join(info, store, name)
+        answer = _join(info, store, name, given)
         return RendezvousResult(answer["endpoint"], token or answer["token"])
-    return _Host(info, store, f"pipeworker/{name}").gather(token, begin, listen)
+    return _Host(info, store, f"pipeworker/{name}").gather(token, begin, listen, given)
 
 
 def report_mistake(info: RankInfo, name: str, mistake: str) -> None:
@@ -130,7 +144,9 @@ def report_mistake(info: RankInfo, name: str, mistake: str) -> None:
     If all ranks make the same mistake, rank 0 does not listen; wait as long as it needs to report.
     """
     with suppress(PipeworkerError, RuntimeError, TimeoutError):
-        _exchange(info.open_store(), name, info.rank, PeerInfo.of(info, mistake), timings().report)
+        _exchange(
+            info.open_store(), name, info.rank, PeerInfo.of(info, mistake=mistake), timings().report
+        )
 
 
 class _Host:
@@ -142,14 +158,18 @@ class _Host:
         self._others = range(1, info.world)
         store.set(name, self._key)
 
-    def gather(self, token: str | None, begin: BeginRun, listen: Listen) -> RendezvousResult:
+    def gather(
+        self, token: str, begin: BeginRun, listen: Listen, given: Mapping[str, str]
+    ) -> RendezvousResult:
         peers = self._wait_for_peers()
         words = [peer.word for peer in peers.values()]
         try:
             for rank, peer in peers.items():
                 if peer.mistake:
                     raise UsageError(f"rank {rank} on {peer.host}: {peer.mistake}")
-            own = PeerInfo.of(self._info)
+            own = PeerInfo.of(self._info, given)
+            _check_tokens(own, peers)
+            _check_given(own, peers)
             run = begin(max(peer.restart for peer in (own, *peers.values())))
             seen = [peer.master for peer in peers.values() if peer.identity != own.identity]
             one_host = not seen
@@ -218,9 +238,56 @@ class _Host:
         self._store.set(f"{self._key}/answer", text)
 
 
-def _join(info: RankInfo, store: Store, name: str) -> dict[str, Any]:
+def _proof(word: str) -> str:
+    """Return what only a process with this one's token can compute for a word; "" without one."""
+    token = given_token()
+    return token and hmac.new(token.encode(), word.encode(), "sha256").hexdigest()
+
+
+def _check_tokens(own: PeerInfo, peers: Mapping[int, PeerInfo]) -> None:
+    """Check that all ranks have the token of rank 0: others could never join its coordinator.
+
+    Raises:
+        UsageError: some have another one, or none.
+    """
+    wrong = {rank: peer for rank, peer in peers.items() if peer.proof != _proof(peer.word)}
+    if not wrong:
+        return
+    ranks = ", ".join(map(str, wrong))
+    hosts = ", ".join(dict.fromkeys(peer.host for peer in wrong.values()))
+    how = "a value, and rank 0 on {} has none"
+    if own.proof:
+        given = all(peer.proof for peer in wrong.values())
+        how = "another value than rank 0 on {}" if given else "no value, unlike rank 0 on {}"
+    raise UsageError(
+        f"{TOKEN_VARIABLE}: rank {ranks} on {hosts} has {how.format(own.host)}; set the same on "
+        "all hosts"
+    )
+
+
+def _check_given(own: PeerInfo, peers: Mapping[int, PeerInfo]) -> None:
+    """Check that all ranks were started with the same options and words.
+
+    Raises:
+        UsageError: some were not.
+    """
+    for rank, peer in peers.items():
+        for name in sorted(own.given.keys() | peer.given.keys()):
+            ours, theirs = own.given.get(name), peer.given.get(name)
+            if ours != theirs:
+                raise UsageError(
+                    f"{name}: rank {rank} on {peer.host} was started {_with(theirs)}, rank 0 on "
+                    f"{own.host} {_with(ours)}; start all ranks with the same options"
+                )
+
+
+def _with(value: str | None) -> str:
+    return "without it" if value is None else f"with {value}"
+
+
+def _join(info: RankInfo, store: Store, name: str, given: Mapping[str, str]) -> dict[str, Any]:
     """Return rank 0's answer on another rank."""
-    own = PeerInfo.of(info)
+    own = PeerInfo.of(info, given)
     try:
         key, answer = _exchange(store, name, info.rank, own, timings().rendezvous)
     except (RuntimeError, TimeoutError) as error:

@@ -37,6 +37,8 @@ JOBS = (JOB, "job.ipynb")
 _JOB_FOLDER = ".job-"
 _REQUEST = ".checkpoint"
 _WATCH = ".watch"
+CANCELLED = "cancelled"
+"""The file of a run directory whose job the user has cancelled."""
 _ROWS = (".jsonl", ".csv")
 _LEFTOVERS = (".step-*.partial", ".*.gone")
 _CHECKPOINTS = "give the directory of a finished run, or one of its checkpoints"
@@ -257,6 +259,21 @@ class RunDir:
         """Return whether a checkpoint was requested, and withdraw the request."""
         return self._withdraw(_REQUEST)
 
+    def request_cancel(self) -> None:
+        """Request the end of the job that runs here, which is not to be started again by itself.
+
+        The file stays until the run is resumed: a script that requeues a job looks for it.
+        """
+        os.close(no_link(self.root / CANCELLED, os.O_WRONLY | os.O_CREAT))
+
+    def cancel_requested(self) -> bool:
+        """Return whether :meth:`request_cancel` was called since the run was begun or resumed."""
+        return (self.root / CANCELLED).exists()
+
+    def withdraw_cancel_request(self) -> bool:
+        """Withdraw the request of :meth:`request_cancel`, if there is one."""
+        return self._withdraw(CANCELLED)
+
     def request_watch(self) -> None:
         """Request that the job which runs here writes `now` for a few seconds."""
         os.close(no_link(self.root / _WATCH, os.O_WRONLY | os.O_CREAT))
@@ -288,6 +305,7 @@ class RunDir:
             self.hooks,
             self.now,
             self.root / _WATCH,
+            self.root / CANCELLED,
         ]
         logs = self.coordinator_log().parent
         written = [

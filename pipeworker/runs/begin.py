@@ -231,6 +231,7 @@ class RunRequest:
             before = {path: _content(path) for path in (run_dir.run, run_dir.summary, run_dir.plan)}
             undo.callback(_restore, before)
             resume.roll_back(run_dir, point)
+            run_dir.withdraw_cancel_request()
             since = Criterion.parse(options.best).since_best(rows.read(run_dir.evaluation))
             if options.patience is not None and since >= options.patience:
                 warnings.append(

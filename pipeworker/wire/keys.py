@@ -7,8 +7,10 @@ process completes the handshake. The token is 32 random bytes in hexadecimal.
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import zmq
 from zmq.utils import z85
@@ -16,12 +18,29 @@ from zmq.utils import z85
 from pipeworker.errors import UsageError
 
 TOKEN_VARIABLE = "PIPEWORKER_TOKEN"
+TOKEN_FILE_VARIABLE = "PIPEWORKER_TOKEN_FILE"
 _MIN_CHARACTERS = 16
 
 
 def new_token() -> str:
     """Return a new job token."""
     return secrets.token_hex(32)
+
+
+def given_token() -> str:
+    """Return the token that the environment gives, or that is in a file it names; "" for none.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    token, path = os.environ.get(TOKEN_VARIABLE, ""), os.environ.get(TOKEN_FILE_VARIABLE)
+    if token or not path:
+        return token
+    try:
+        return Path(path).read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise UsageError(f"{TOKEN_FILE_VARIABLE}: {path}: {reason}") from None
 
 
 @dataclass(frozen=True, slots=True)

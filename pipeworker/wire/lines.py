@@ -5,15 +5,16 @@ sender                    receiver               events
 ========================  =====================  ================================================
 launcher, or rank 0       coordinator            Configuration first, WorkerExited, CannotStart,
                                                  HostLost, Interrupt, SaveRequest, Starting,
-                                                 KeepAlive (rank 0 sends only Configuration
-                                                 and Interrupt)
+                                                 Waiting, KeepAlive (rank 0 sends only
+                                                 Configuration and Interrupt)
 coordinator               launcher, or rank 0    Bound, Joined, Restart, Snapshot, Planned,
                                                  StepResult, Evaluation, Activity, Warned,
                                                  KeepAlive, Verdict last
 launcher                  agent                  Fork, KeepAlive
 agent                     launcher               AgentHello first, Starting, Forked,
                                                  WorkerExited, CannotStart, Interrupt,
-                                                 SaveRequest, KeepAlive
+                                                 SaveRequest, KeepAlive; before it exists,
+                                                 Waiting from what carries its lines
 launcher, or rank 0       process of the hooks   HookSetup first, JobOver
 process of the hooks      launcher, or rank 0    Warned
 ========================  =====================  ================================================
@@ -130,7 +131,18 @@ class Starting:
     cpu_seconds: float
 
 
-JobEvent = WorkerExited | CannotStart | HostLost | Interrupt | SaveRequest | Starting
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """An agent is not started yet, because its cluster has no host for it.
+
+    `reason` is for the user; it is empty while the host starts it.
+    """
+
+    reason: str = ""
+
+
+_FromHosts = WorkerExited | CannotStart | HostLost | Starting | Waiting
+JobEvent = _FromHosts | Interrupt | SaveRequest
 ToCoordinator = Configuration | JobEvent | KeepAlive
 
 
@@ -309,6 +321,7 @@ class Forked:
 FromAgent = (
     AgentHello
     | Starting
+    | Waiting
     | Forked
     | WorkerExited
     | CannotStart
@@ -366,7 +379,8 @@ _MOST_SKIPPED = 1 << 16
 class Buffer(Generic[E]):
     """A buffer that splits received bytes into events of a union: ``Buffer[Line](Line)``.
 
-    With `skips`, lines before the first event may be anything, such as what a host's shell prints.
+    With `skips`, lines before the first event of a host may be anything, such as what its shell
+    prints.
 
     Attributes:
         skipped: those lines, without empty ones.
@@ -394,7 +408,7 @@ class Buffer(Generic[E]):
                     raise
                 self.skipped += [line.decode(errors="replace")] if line.strip() else []
             else:
-                self._skips = False
+                self._skips = self._skips and isinstance(events[-1], Waiting)
         for event in events:
             if not isinstance(event, self._accepted):
                 raise ProtocolError(f"{type(event).__name__} is not an event of this direction")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from launcher.engines.kubernetes import Kubernetes, KubernetesJob
-from launcher.engines.manifests import Manifests, render
+from launcher.engines.kubernetes import Kubernetes, KubernetesJob, find
+from launcher.engines.manifests import RUN_DIR, Manifests, render
 from launcher.spec import JobSpec
 from pipeworker.errors import PipeworkerError, UsageError
 
@@ -35,7 +36,7 @@ SPEC = JobSpec(
     "/project/train.py",
     2,
     nodes=2,
-    settings={"image": "image", "namespace": "team"},
+    settings={"image": "image", "namespace": "team", "memory": "1Gi"},
     source="print()\n",
 )
 
@@ -65,19 +66,32 @@ class Cluster:
         return [json.loads(line) for line in (self.folder / "calls").read_text().splitlines()]
 
 
+OWNER = {"apiVersion": "batch/v1", "kind": "Job", "name": "train"}
+
+
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setenv("PATH", str(tmp_path))
-    return Cluster(tmp_path)
+    found = Cluster(tmp_path)
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "train", "uid": "7"}}
+    found.answer("create", json.dumps(job))
+    return found
 
 
 def test_a_job_is_submitted_with_a_token_that_no_command_line_shows(cluster: Cluster) -> None:
     cluster.submit()
-    get, apply = cluster.calls
+    get, checked, create, apply = cluster.calls
     assert get[0][:3] == ["get", "job", "train"]
+    assert checked[0][:2] == ["apply", "--dry-run=server"]
+    assert len([*yaml.safe_load_all(checked[1])]) == 5  # before any of them is made
+    assert create[0][:3] == ["create", "-o", "json"]
+    assert tuple(yaml.safe_load_all(create[1])) == (cluster.manifests.job,)
     assert apply[0] == ["apply", "-f", "-", "--namespace", "team"]
     secret, *others = yaml.safe_load_all(apply[1])
-    assert tuple(others) == cluster.manifests.objects
+    for one in (secret, *others):  # they are removed with the job
+        (owner,) = one["metadata"].pop("ownerReferences")
+        assert owner == {**OWNER, "uid": "7"}
+    assert tuple(others) == cluster.manifests.objects[:-1]
     assert len(secret["stringData"]["token"]) == 64
     cluster.submit()
     assert next(yaml.safe_load_all(cluster.calls[-1][1])) != secret  # each job has its own
@@ -104,13 +118,58 @@ def test_a_job_that_exists_is_left_unchanged(cluster: Cluster) -> None:
     assert len(cluster.calls) == 1
 
 
-def test_a_cancelled_job_leaves_nothing_but_its_runs(cluster: Cluster) -> None:
+def test_a_cancelled_job_is_deleted_with_what_it_owns(cluster: Cluster) -> None:
     cluster.submit().cancel()
-    first, second = (words for words, _ in cluster.calls[2:])
-    assert first[:3] == ["delete", "job", "train"]
-    assert second[:2] == ["delete", "secret,configmap,service,networkpolicy"]
-    assert "app.kubernetes.io/instance=train" in second
-    assert all(words[-2:] == ["--namespace", "team"] for words in (first, second))
+    words, _ = cluster.calls[-1]
+    assert words[:3] == ["delete", "job", "train"]
+    assert words[-2:] == ["--namespace", "team"]
+
+
+def test_a_job_is_found_by_its_run_directory_or_its_name(cluster: Cluster) -> None:
+    job = {
+        "name": "train",
+        "namespace": "team",
+        "annotations": {RUN_DIR: "/runs/train-1"},
+    }
+    cluster.answer("get", json.dumps({"items": [{"metadata": job}]}))
+    for run in ("/runs/train-1", "train"):
+        assert find(run) == KubernetesJob("job", "train", "team", "/runs/train-1")
+    assert find("/runs/train-2") is None
+
+
+def test_nothing_is_left_of_a_job_whose_other_objects_are_refused(cluster: Cluster) -> None:
+    program = cluster.folder / "kubectl"
+    refusal = """
+if sys.argv[1] == "apply" and "--dry-run=server" not in sys.argv:
+    sys.exit("error: quota")
+"""
+    program.write_text(program.read_text() + refusal)
+    with pytest.raises(PipeworkerError, match="kubectl apply: error: quota"):
+        cluster.submit()
+    assert cluster.calls[-1][0][:3] == ["delete", "job", "train"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "No such file or directory"),
+        ("a: b: c", "not one document of YAML: mapping values are not allowed here"),
+        ("- a", "must be a part of a pod template"),
+        ("template: {}", "template: a pod template has metadata and spec"),
+        ("kind: JobSet", "the job is a Job, not a JobSet"),
+    ],
+)
+def test_a_patch_that_is_none_is_rejected(
+    cluster: Cluster, tmp_path: Path, text: str | None, message: str
+) -> None:
+    path = tmp_path / "patch.yaml"
+    if text is not None:
+        path.write_text(text)
+    spec = replace(SPEC, settings={**SPEC.settings, "patch": str(path)})
+    with pytest.raises(UsageError) as caught:
+        cluster.engine.render(spec)
+    assert message in str(caught.value)
+    assert "--set patch" in str(caught.value)
 
 
 def test_an_error_of_the_cluster_is_shown(cluster: Cluster) -> None:

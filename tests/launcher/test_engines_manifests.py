@@ -87,6 +87,10 @@ def test_rendered_objects_have_the_published_schemas(kind: str) -> None:
         service_account="me",
         egress="any",
         retries="0",
+        ttl="60",
+        tmp="1Gi",
+        shm="2Gi",
+        patch="patch.yaml",
     )
     for spec in (SPEC, spec_with(kind=kind), everything):
         manifests = render(replace(spec, source="print()\n"))
@@ -126,7 +130,7 @@ def test_the_other_files_in_deploy_have_the_published_schemas() -> None:
     ],
 )
 def test_an_invalid_object_is_detected(kind: str, spoil: Callable[[Manifests], object]) -> None:
-    manifests = render(spec_with(kind=kind, job="job.py"))
+    manifests = render(spec_with(kind=kind, job="/job.py"))
     spoil(manifests)
     with pytest.raises((kubernetes_validate.ValidationError, ValueError, AssertionError)):
         validate(manifests.objects[-1])
@@ -137,11 +141,14 @@ def test_the_token_is_not_shown() -> None:
     token = "a secret of the test"
     assert token not in manifests.text
     assert token in documents((manifests.secret(token),))
-    (variable,) = [v for v in pod_of(manifests)["containers"][0]["env"] if "valueFrom" in v]
-    reference = variable["valueFrom"]["secretKeyRef"]
-    secret = manifests.secret(token)
-    assert secret["metadata"]["name"] == reference["name"] == "train-token"
-    assert secret["stringData"] == {reference["key"]: token}
+    pod, secret = pod_of(manifests), manifests.secret(token)
+    variables = {one["name"]: one["value"] for one in pod["containers"][0]["env"]}
+    (mount,) = [m for m in pod["containers"][0]["volumeMounts"] if m["name"] == "token"]
+    (volume,) = [v for v in pod["volumes"] if v["name"] == "token"]
+    folder, _, key = variables["PIPEWORKER_TOKEN_FILE"].rpartition("/")
+    assert folder == mount["mountPath"]
+    assert secret["metadata"]["name"] == volume["secret"]["secretName"] == "train-token"
+    assert secret["stringData"] == {key: token}
     assert "create secret generic train-token \\\n" in manifests.text
 
 
@@ -153,6 +160,41 @@ def test_the_job_file_is_sent_as_it_is() -> None:
     assert "/job/train.py" in pod_of(manifests)["containers"][0]["args"]
     with pytest.raises(UsageError, match=r"train\.py: too long to be sent"):
         render(replace(spec_with(), source="ä" * 500_001))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_platforms_patches_are_merged_and_valid(kind: str) -> None:
+    folder = DEPLOY / "patches"
+    platform, queue = (
+        yaml.safe_load((folder / name).read_text()) for name in ("platform.yaml", "kueue.yaml")
+    )
+    queue["kind"] = "Job" if kind == "job" else "JobSet"
+    manifests = render(spec_with(kind=kind, memory="1Gi"), [platform, queue])
+    validate(manifests.job)
+    before, pod = pod_of(render(spec_with(kind=kind, memory="1Gi"))), pod_of(manifests)
+    assert manifests.job["metadata"]["labels"] == {
+        **manifests.settings.labels,
+        "kueue.x-k8s.io/queue-name": "training",
+    }
+    assert pod["tolerations"][0]["key"] == "nvidia.com/gpu"
+    assert pod["securityContext"] == {
+        **before["securityContext"],
+        **dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), 20001),
+    }
+    (old,), (new,) = before["containers"], pod["containers"]
+    assert new["env"][:-1] == old["env"]
+    assert new["env"][-1]["name"] == "BUCKET_KEY"
+    assert new["args"] == old["args"]
+    assert [mount["name"] for mount in new["volumeMounts"]][-1] == "data"
+    assert pod["volumes"][:-1] == before["volumes"]
+
+
+def test_every_empty_folder_has_a_limit_and_every_pod_its_memory() -> None:
+    pod = pod_of(render(spec_with(memory="3Gi")))
+    limits = {v["name"]: v["emptyDir"]["sizeLimit"] for v in pod["volumes"] if "emptyDir" in v}
+    assert limits == {"tmp": "10Gi", "shm": "3Gi"}
+    resources = pod["containers"][0]["resources"]
+    assert resources["limits"] == resources["requests"] == {"cpu": "2", "memory": "3Gi"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -204,13 +246,18 @@ def test_kubernetes_does_not_expand_arguments() -> None:
         ),
         (
             spec_with(imag="x"),
-            "--set imag: must be one of image, kind, name, namespace, claim, job",
+            "--set imag: no setting of --on kubernetes; must be one of image, kind, name",
         ),
         (spec_with(kind="pod"), "--set kind=pod: must be one of job, jobset"),
         (spec_with(egress="none"), "--set egress=none: must be one of job, any"),
         (spec_with(grace="1m"), "--set grace=1m: must be a number"),
         (spec_with(grace="10"), "--set grace=10: must be more than 10 s"),
         (spec_with(node_selector="a"), "--set node-selector=a: must be LABEL=VALUE"),
+        (spec_with(memory="64 GB"), "--set memory=64 GB: must be a quantity, as 64Gi"),
+        (spec_with(accelerator="gpu"), "--set accelerator=gpu: must be a resource, as nvidia"),
+        (spec_with(namespace="a_b"), "--set namespace=a_b: must be the name of a namespace"),
+        (spec_with(job="train.py"), "--set job=train.py: must be an absolute path in the pods"),
+        (spec_with(image="a b"), "--set image=a b: must be the name of an image"),
         (spec_with(name="A"), "--set name=A: must be lower-case letters"),
         (spec_with(name="a" * 41), "at most 40"),
         (replace(SPEC, workers=5), "--nodes 2: must divide the 5 workers"),

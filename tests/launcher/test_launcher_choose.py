@@ -138,8 +138,16 @@ def test_a_mistake_is_found_before_anything_is_sent(
 
 def test_options_of_a_cluster_require_one(job_file: Path) -> None:
     for *words, expected in (
-        ("--nodes", "2", "--nodes: no cluster is given; add --on kubernetes or --on slurm"),
-        ("--set", "image=x", "--set: no cluster is given; add --on kubernetes or --on slurm"),
+        (
+            "--nodes",
+            "2",
+            "--nodes: no cluster is given; add --on kubernetes or --on ray or --on slurm",
+        ),
+        (
+            "--set",
+            "image=x",
+            "--set: no cluster is given; add --on kubernetes or --on ray or --on slurm",
+        ),
         ("--dry-run", "--dry-run: a local job submits nothing; add --on or --hosts"),
     ):
         ran = CliRunner().invoke(cli.main, ["launch", "--stages", "2", *words, str(job_file)])

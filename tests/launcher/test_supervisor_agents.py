@@ -11,7 +11,7 @@ from launcher.supervisor.agents import AgentState, SilenceTimer, host_problem, l
 from launcher.supervisor.events import CheckedHello
 from pipeworker.wire.lines import AgentHello, Forked, KeepAlive, Starting
 
-REMOTE = RemoteAgent(Host("b", 1), ("ssh", "b"))
+REMOTE = RemoteAgent(Host("b", 1), ("ssh", "b"), "share its folder, or send it with --sync")
 HELLO = AgentHello("1", "3.11.7", "2", "b", "10.0.0.1", "j", "r")
 
 
@@ -110,7 +110,7 @@ def test_workers_of_the_launchers_own_host_connect_to_an_address_that_others_see
     ],
 )
 def test_a_host_that_differs_is_rejected(change: dict[str, str], problem: str) -> None:
-    found = host_problem("host b", replace(HELLO, **change), HELLO, "/job.py", "/run")
+    found = host_problem(REMOTE, replace(HELLO, **change), HELLO, "/job.py", "/run")
     assert found.startswith(problem)
     assert bool(found) is bool(problem)
 
@@ -124,8 +124,8 @@ def test_a_host_that_differs_is_rejected(change: dict[str, str], problem: str) -
         (REMOTE, "silent", -9, "ssh: no route", "host b cannot be used: silent"),
         (
             *(REMOTE, "", 1, "cd: /a: No such file or directory"),
-            "host b cannot be used: cd: /a: No such file or directory; share the folder with that "
-            "host, or send it with --sync",
+            "host b cannot be used: cd: /a: No such file or directory; share its folder, or send "
+            "it with --sync",
         ),
         (RemoteAgent(Host("", 1)), "", -9, "", "the agent of this host was killed by SIGKILL"),
         (RemoteAgent(Host("", 1)), "", 1, "", "the agent of this host exited with status 1"),

@@ -37,6 +37,7 @@ from pipeworker.wire.lines import (
     ToCoordinator,
     ToHooks,
     Verdict,
+    Waiting,
     Warned,
     WorkerExited,
     decode,
@@ -249,6 +250,7 @@ def test_only_events_of_the_direction_are_accepted(direction: Any, event: Line) 
 def test_every_event_has_a_direction() -> None:
     listed = [kind for kinds in DIRECTIONS for kind in (typing.get_args(kinds) or (kinds,))]
     assert {*listed} == {*KINDS}
-    passed_on = {WorkerExited, CannotStart, Interrupt, SaveRequest, KeepAlive, Starting, Warned}
+    passed_on = {WorkerExited, CannotStart, Interrupt, SaveRequest}
+    passed_on |= {KeepAlive, Starting, Waiting, Warned}
     assert {kind for kind in listed if listed.count(kind) > 1} == passed_on
     assert all(kind.__name__ in (lines.__doc__ or "") for kind in KINDS)
