@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -114,6 +115,38 @@ def test_a_lost_host_is_restarted_and_gives_the_numbers_of_an_undisturbed_run(
     assert [row["step"] for row in run.metrics] == [*range(1, 31)]
     assert [row["loss"] for row in run.metrics[:8]] == [row["loss"] for row in quiet.metrics]
     assert not before & set(processes_of(jobs.folder))
+
+
+@slow
+def test_a_host_that_is_lost_for_good_leaves_the_state_that_its_neighbour_holds(
+    jobs: Jobs, client: Sshd, quiet: Run
+) -> None:
+    """There is no room for its worker elsewhere, and no checkpoint yet."""
+    hosts = ("--hosts", "a:2,b:1", "--snapshot-every", "1", "--worker-timeout", "5")
+    process, path = jobs.start(*WORDS[:-1], "400", *hosts, source=CALM)
+    until(lambda: steps(path) >= 5)
+    config = client.folder / "config"
+    before = config.read_text()
+    try:
+        config.write_text(f"Host b\n  ProxyCommand false\n{before}")
+        (carrier,) = carriers(process, "b")
+        os.kill(carrier, signal.SIGKILL)
+        _, stderr = process.communicate(timeout=90)
+    finally:
+        config.write_text(before)
+    assert process.returncode == 1
+    saved = re.search(
+        "the job failed; step ([0-9]+) is saved before it ends, with the 2 workers for which there "
+        "is room",
+        stderr,
+    )
+    assert saved, stderr
+    assert int(saved[1]) >= steps(path) - 1
+    assert "error: host b is lost: " in stderr or "error: host b cannot be used: " in stderr
+    resumed = jobs.pipeworker("launch", "--resume", str(path), "--steps", str(int(saved[1]) + 3))
+    assert resumed.returncode == 0, resumed.stderr
+    losses = [json.loads(line)["loss"] for line in (path / "metrics.jsonl").open()]
+    assert losses[:6] == [row["loss"] for row in quiet.metrics][:6]
 
 
 @slow

@@ -25,7 +25,7 @@ from pipeworker.wire.lines import (
     Warned,
     WorkerExited,
 )
-from pipeworker.wire.messages.checkpoint import Saved
+from pipeworker.wire.messages.checkpoint import Save, Saved
 from pipeworker.wire.messages.plan import Plan
 from pipeworker.wire.messages.presence import Failed, Heartbeat, Welcome
 from pipeworker.wire.messages.step import StepDone
@@ -40,6 +40,7 @@ from support.coordinator import (
     of,
     replaceable_job,
     runs,
+    saves,
 )
 from support.orders import build
 
@@ -269,6 +270,33 @@ def test_the_job_shrinks_to_the_room_on_its_hosts() -> None:
     assert of(job.effects, Restart)[-1].stages == 2
     job.handle(CannotStart(0, 3, "host a: no route to host", 0))
     assert job.failure.message == "host a: no route to host"
+
+
+def test_without_room_for_all_the_last_snapshot_is_saved_by_those_that_have_it() -> None:
+    """As for a user's error: at most the steps since the snapshot are lost."""
+    job = replaceable_job(4, snapshot_every=1).running()
+    job.step(1)
+    job.step(2)
+    job.handle(HostLost((2, 3), "host b is lost", survives=True))
+    job.handle(CannotStart(2, 2, "host b: no route to host", 2))
+    assert of(job.effects, Restart)[-1].stages == 2
+    text = "step 1 is saved before it ends, with the 2 workers for which there is room"
+    assert of(job.effects, Warned)[-1] == Warned(f"the job failed; {text}")
+    assert [advance.next for advance in saves(job.start())] == [Save(1, slot=1)] * 2
+    job.saved()
+    job.checkpoint_committed(1)
+    assert job.failure.message == "host b: no route to host"
+    assert (job.ended.status, job.ended.exit_status) == ("failed", 1)
+
+
+@pytest.mark.parametrize("room", [0, -1])
+def test_nothing_is_saved_where_no_worker_can_be_started(room: int) -> None:
+    job = replaceable_job(4, snapshot_every=1).running()
+    job.step(1)
+    job.step(2)
+    job.handle(HostLost((2, 3), "host b is lost", survives=True))
+    job.handle(CannotStart(2, 2, "host b: no route to host", room))
+    assert job.failure.message == "host b: no route to host"
 
 
 @pytest.mark.parametrize("schedule", sorted(ORDERS))

@@ -10,6 +10,8 @@ from pipeworker.wire.lines import (
     KeepAlive,
     Planned,
     Restart,
+    Waiting,
+    Warned,
 )
 from support.supervisor import Scripted, forks, of, remote, sent
 
@@ -63,6 +65,29 @@ def test_an_agent_that_is_silent_at_its_start_is_replaced_once() -> None:
     job.coordinator(KeepAlive(0), seconds=31)
     assert of(job.handle(events.Ticked()), effects.KillAgent) == [effects.KillAgent(0)]
     assert sent(job.lose(0)) == [CannotStart(0, 2, text, 0)]
+
+
+def test_a_host_that_its_cluster_has_not_given_yet_is_waited_for() -> None:
+    """An autoscaler takes minutes; the coordinator does not wait for the workers meanwhile."""
+    job = Scripted(agents=remote(1, 1), options={"worker_timeout": 3.0}).running()
+    job.lose(1)
+    job.coordinator(Restart(2, "host b is lost", 2))
+    no_room, found = Waiting("Ray has no room"), []
+    for _ in range(50):
+        found += job.agent(1, no_room, seconds=2)
+        job.agent(0, KeepAlive(0))
+        job.coordinator(KeepAlive(0))
+        found += job.handle(events.Ticked())
+    assert not of(found, effects.KillAgent)
+    assert sent(found) == [no_room] * 50
+    assert [effect.line for effect in of(found, effects.Show)] == [
+        Warned("host b waits: Ray has no room", note=True)
+    ]
+    for _ in range(20):  # now it says nothing more
+        job.agent(0, KeepAlive(0), seconds=2)
+        job.coordinator(KeepAlive(0))
+        found = job.handle(events.Ticked())
+    assert of(job.effects, effects.KillAgent) == [effects.KillAgent(1)] * 5
 
 
 def test_an_agent_that_is_killed_at_its_start_is_not_replaced() -> None:
