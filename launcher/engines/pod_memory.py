@@ -14,6 +14,8 @@ from pipeworker.errors import PipeworkerError, UsageError
 
 _SPARE = 1.5
 """Times the planned memory: allocators, the network's buffers, and data that is read ahead."""
+_OTHERS = 2 << 30
+"""The bytes of torchrun's agent, the coordinator, and the processes that read data or write."""
 _PLAN_SECONDS = 300.0
 _OF_PLAN = frozenset(
     {
@@ -24,7 +26,7 @@ _OF_PLAN = frozenset(
 
 
 def planned_memory(spec: JobSpec, settings: Settings) -> str:
-    """Return the memory of a pod, in whole Gi: that of its workers as planned, and a half more.
+    """Return the memory of a pod, in whole Gi: what its workers need as planned, with a reserve.
 
     Raises:
         PipeworkerError: the job cannot be planned here.
@@ -47,4 +49,5 @@ def planned_memory(spec: JobSpec, settings: Settings) -> str:
         reason = done.stderr.strip().partition("\n")[0].removeprefix("error: ")
         raise PipeworkerError(f"its plan failed: {reason}")
     needed = max(int(stage["memory_bytes"]) for stage in json.loads(done.stdout)["stages"])
-    return f"{-(-int(_SPARE * needed * spec.workers_per_node) // 2**30)}Gi"
+    pod = int(_SPARE * needed * spec.workers_per_node) + _OTHERS
+    return f"{-(-pod // 2**30)}Gi"

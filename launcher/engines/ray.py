@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -160,11 +161,22 @@ class Ray(Carrier):
             )
             with driver:
                 try:
-                    self._driver = _reserve(driver, asked, errors)
+                    with _interruptible():
+                        self._driver = _reserve(driver, asked, errors)
                     yield
                     _finish(driver)
                 finally:
                     driver.kill()  # Ray then frees what it held
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Have SIGTERM interrupt inside the context, as Ctrl-C does: nothing is left then."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _finish(driver: subprocess.Popen[str]) -> None:

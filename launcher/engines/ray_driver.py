@@ -7,6 +7,7 @@ group and the actors, and each agent ends with the process of its actor.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -17,7 +18,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from multiprocessing.connection import Connection, Listener
 from typing import IO, Any
 
@@ -32,6 +32,7 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _POLL_SECONDS = 1.0
 _BEFORE_NOTICE = 3.0  # seconds
+_CONNECT_SECONDS = 10.0
 
 
 class AgentActor:
@@ -156,7 +157,9 @@ class Driver:
         """Carry lines until the agent ends; return its exit status."""
 
         def write() -> None:
-            with suppress(self._ray.exceptions.RayError):  # reading from the agent reports it
+            with contextlib.suppress(
+                self._ray.exceptions.RayError
+            ):  # reading from the agent reports it
                 while True:
                     self._ray.get(actor.write.remote(data := pipe.received.get()))
                     if not data:
@@ -167,7 +170,7 @@ class Driver:
                 pipe.send(kind, data)
 
         def read_errors() -> None:
-            with suppress(self._ray.exceptions.RayError):
+            with contextlib.suppress(self._ray.exceptions.RayError):
                 read(2, ERROR)
 
         threading.Thread(target=write, daemon=True).start()
@@ -194,7 +197,7 @@ class _Pipe:
 
     def receive(self) -> None:
         """Receive until the command ends: then the agent's input ends too."""
-        with suppress(EOFError, OSError):
+        with contextlib.suppress(EOFError, OSError):
             while True:
                 self.received.put(self._connection.recv_bytes())
         self.closed.set()
@@ -202,7 +205,7 @@ class _Pipe:
 
     def send(self, kind: int, data: bytes) -> None:
         """Send a message; :meth:`receive` notices the end of the command."""
-        with self._lock, suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
             for start in range(0, len(data), SIZE):
                 self._connection.send_bytes(bytes([kind]) + data[start : start + SIZE])
 
@@ -248,6 +251,32 @@ def _reserve(ray: Any, asked: GroupRequest, out: IO[str]) -> Any:
     return group
 
 
+def _join(ray: Any, asked: GroupRequest, out: IO[str]) -> None:
+    """Connect this process to the cluster; Ray itself tries for minutes.
+
+    Raises:
+        Exception: it cannot.
+    """
+    host, colon, port = asked.address.rpartition(":")
+    if colon:
+        with contextlib.suppress(ValueError):  # of a port that Ray may understand
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    text = f"Ray at {asked.address} does not answer yet"
+    notice = threading.Timer(_CONNECT_SECONDS, _tell, (out,), {"waits": text})
+    notice.start()
+    try:
+        ray.init(
+            address=asked.address,
+            namespace="pipeworker",
+            runtime_env=asked.runtime_env or None,
+            log_to_driver=False,
+            configure_logging=False,
+            logging_level="ERROR",
+        )
+    finally:
+        notice.cancel()
+
+
 def _tell(out: IO[str], **event: Any) -> None:
     print(json.dumps(event), file=out, flush=True)
 
@@ -263,14 +292,7 @@ def main() -> int:
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     try:
-        ray.init(
-            address=asked.address,
-            namespace="pipeworker",
-            runtime_env=asked.runtime_env or None,
-            log_to_driver=False,
-            configure_logging=False,
-            logging_level="ERROR",
-        )
+        _join(ray, asked, out)
     except Exception as error:  # of any kind: Ray's text goes to the user
         text = f"cannot join Ray at {asked.address}: {str(error).strip().splitlines()[0]}"
         _tell(out, error=text, status=UsageError.exit_status)
