@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, Listener
 from typing import IO, Any
 
 from launcher.engines.ray import CALLER, GroupRequest
-from launcher.engines.ray_pipe import END, ERROR, OUT, SIZE
+from launcher.engines.ray_pipe import END, ERROR, OUT, SIZE, leave_ends_to_the_launcher
 from pipeworker.errors import UsageError
 from pipeworker.host.lifetime import die_with_parent
 from pipeworker.wire import lines
@@ -297,6 +297,7 @@ def main() -> int:
         text = f"cannot join Ray at {asked.address}: {str(error).strip().splitlines()[0]}"
         _tell(out, error=text, status=UsageError.exit_status)
         return 1
+    leave_ends_to_the_launcher()  # Ray has set handlers of its own
     try:
         group = _reserve(ray, asked, out)
     except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 from contextlib import suppress
@@ -29,7 +30,14 @@ def _forward(connection: Connection) -> None:
         connection.send_bytes(b"")
 
 
+def leave_ends_to_the_launcher() -> None:
+    """Ignore signals to all processes of the launcher, as `ray job stop` sends: it ends us."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def main() -> int:
+    leave_ends_to_the_launcher()
     driver, bundle, *line = sys.argv[3:]
     try:
         connection = Client(f"\0{driver}", "AF_UNIX")
