@@ -29,7 +29,7 @@ def block(count: int, parts: int, part: int) -> range:
     return range(first, first + size + (part < extra))
 
 
-PIECE_ELEMENTS = 1 << 20
+PIECE_ELEMENTS = 1 << 19
 """Elements of a gradient that replicas send at once: while one piece is added up, the next is in
 flight."""
 MAX_PIECES = 64

@@ -25,7 +25,7 @@ from pipeworker.plan.actions import WEIGHTS, Kind
 from pipeworker.plan.partition import pieces
 from pipeworker.plan.planner.costs import Range
 from pipeworker.plan.recompute import OFFLOAD
-from pipeworker.plan.schedule import CHANNEL_CAPACITY, GRADIENTS_AHEAD, Schedule
+from pipeworker.plan.schedule import CHANNEL_CAPACITY, Schedule
 
 _ELEMENT = 4
 """Bytes of an element of a gradient."""
@@ -238,13 +238,14 @@ class LayerBytes:
     def _updating(self, layers: Range) -> int:
         """Return the bytes that the update of a stage's weights takes for a time.
 
-        Replicas copy all gradients into one vector before they add them up.
+        A replica adds up its part of the gradients into memory of its own.
         """
         first, stop = layers
-        vector = self._gradients[stop] - self._gradients[first] if self.facts.replicas > 1 else 0
+        replicas, size = self.facts.replicas, self._gradients[stop] - self._gradients[first]
+        sums = -(-size // replicas) if replicas > 1 else 0
         if self.facts.updates_at_once:
-            return max(vector, self._update[stop] - self._update[first])
-        return max(vector, *[layer.update_bytes for layer in self.facts.layers[first:stop]])
+            return max(sums, self._update[stop] - self._update[first])
+        return max(sums, *[layer.update_bytes for layer in self.facts.layers[first:stop]])
 
     def _exchanged(self, layers: Range) -> int:
         """Return the bytes of the buffers by which replicas exchange gradients.
@@ -258,7 +259,7 @@ class LayerBytes:
             return 0
         part = -(-size // (_ELEMENT * (others + 1)))
         count = pieces(part)
-        buffers = min(count, GRADIENTS_AHEAD + 1) * (1 + self.facts.maps_frames)
+        buffers = min(count, CHANNEL_CAPACITY + 1) * (1 + self.facts.maps_frames)
         return others * buffers * -(-part // count) * _ELEMENT
 
 

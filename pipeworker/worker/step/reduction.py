@@ -21,7 +21,7 @@ from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.worker.internals import buffers_of, version_of
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.transport.channel import Receiver, Sender
-from pipeworker.worker.update.replicas import Gradients, Piece
+from pipeworker.worker.update.replicas import Gradients, Piece, Weights
 
 _SMALL = 1 << 16
 """Bytes of a buffer that is sent after every mini-batch. Running statistics are small, and a change
@@ -89,12 +89,12 @@ class Reduction:
         """Send every other replica the part of the gradients that it adds up.
 
         The first frame has flags of shape ``[parameters + large buffers + 1]`` and the moments of
-        deferred batch norm; each further frame a piece of the flat gradients, of shape
+        deferred batch norm; each further frame a piece of the gradients, as tensors of shape
         ``[elements]``.
         """
         if not self._takes_part:
             return
-        present = self._gradients.pack() if self._reduces_gradients else []
+        present = self._gradients.begin() if self._reduces_gradients else []
         self._flags = [*present, *self._buffers.changes(), True]
         flags = torch.tensor(self._flags, dtype=torch.uint8)
         moments = self._stage.deferred.moments()
@@ -126,6 +126,8 @@ class Reduction:
         for origin, receiver in self._receivers.items():
             del first[origin]
             receiver.release(_FLAGS)
+        if self._reduces_gradients:
+            self._gradients.make([any(flags) for flags in zip(*self._present, strict=True)])
         for number, piece in enumerate(self._parts[own], 1):
             self._sum_piece(number, piece)
         if own == 0 and self._buffers:
@@ -145,6 +147,7 @@ class Reduction:
         for goal, sender in self._senders.items():
             sender.send(-number, total)
             self._receivers[goal].release(number)
+        self._gradients.put(piece, total)
 
     def gather(self) -> None:
         """Receive the sums of the other replicas' parts, and the buffers of replica 0."""
@@ -152,13 +155,12 @@ class Reduction:
             return
         for origin, receiver in self._receivers.items():
             for number, piece in enumerate(self._parts[origin], 1):
-                self._gradients.piece(piece).copy_(receiver.receive(-number))
+                self._gradients.put(piece, receiver.receive(-number))
                 receiver.release(-number)
             if origin == 0 and self._buffers:
                 self._buffers.unpack(receiver.receive(_BUFFERS))
                 receiver.release(_BUFFERS)
-        if self._reduces_gradients:
-            self._gradients.unpack([any(flags) for flags in zip(*self._present, strict=True)])
+        self._gradients.end()
 
     def share_state(self, own_files: Callable[[], Files] | None) -> Files | None:
         """Transfer the stage's state to the replicas that lack it, before the first step.
@@ -200,12 +202,11 @@ class Reduction:
     # The exchange of weights where each replica updates a part of them, after each update.
 
     def send_weights(self, shards: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Send the weights that this replica has updated to all others, as flat pieces.
+        """Send the weights that this replica has updated to all others, in pieces.
 
         `shards` has the weights that each replica updates.
         """
-        weights = Gradients([("", p) for p in shards[self._replica]], 1)
-        weights.fill(weights.parameters)
+        weights = Weights(shards[self._replica])
         for sender in self._senders.values():
             sender.begin(_UPDATE)
             for number, piece in enumerate(weights.parts[0], _WEIGHTS):
@@ -214,14 +215,15 @@ class Reduction:
     def receive_weights(self, shards: Sequence[Sequence[nn.Parameter]]) -> None:
         """Receive the weights that the others have updated; see :meth:`send_weights`."""
         for origin, receiver in self._receivers.items():
-            weights = Gradients([("", p) for p in shards[origin]], 1)
-            weights.allocate()
+            weights = Weights(shards[origin])
             pieces = weights.parts[0]
             receiver.begin(_UPDATE, range(_WEIGHTS, _WEIGHTS + len(pieces)))
             for number, piece in enumerate(pieces, _WEIGHTS):
-                weights.piece(piece).copy_(receiver.receive(number))
+                weights.put(piece, receiver.receive(number))
                 receiver.release(number)
-            weights.unpack_weights()
+            weights.end()
+        for sender in self._senders.values():
+            sender.flush()  # what is sent are the weights themselves, which the user may change
 
 
 _Slot = tuple[nn.Module, str]

@@ -122,7 +122,7 @@ class Wiring:
                 if edge.payload is Payload.SUM:
                     self.senders[edge] = sender
             elif edge.origin >= 0:
-                receiver = Receiver(link, GRADIENTS_AHEAD, self._types, device)
+                receiver = Receiver(link, CHANNEL_CAPACITY, self._types, device)
                 receivers[key][edge.origin] = receiver
         for index, channels in self.stages.items():
             key = Payload.SUM, index

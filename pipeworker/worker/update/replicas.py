@@ -1,4 +1,4 @@
-"""The gradients of a stage as flat vectors, of which each replica adds up a part.
+"""The gradients of a stage in one order of elements, of which each replica adds up a part.
 
 Each replica accumulates its micro-batches in their order; then the replicas' gradients are added in
 the order of the replicas, on whichever replica: ``((g0 + g1) + g2) + ...``. A parameter that a
@@ -27,10 +27,28 @@ class Piece:
     stop: int
 
 
-class Gradients:
-    """The gradients or weights of a stage's parameters, with the same layout on all replicas.
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Elements `start` to ``stop - 1`` of the parameter with index `index`."""
 
-    There is one vector per dtype and device; it holds all parameters of these, in model order.
+    index: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+_SMALL = 1 << 14
+"""Elements below which a segment is copied together with its small neighbours to be sent."""
+
+
+class Layout:
+    """The elements of a stage's parameters in one order, the same on all replicas.
+
+    There is one vector per dtype and device; it has all parameters of these, in model order. It is
+    never made: a piece of it is sent from, and received into, the tensors themselves.
 
     Attributes:
         parameters: the parameters that require grad, in model order.
@@ -38,106 +56,171 @@ class Gradients:
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], replicas: int) -> None:
-        self._names = [name for name, _ in named]
+        self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        self._sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-        self._slices: list[Piece] = []
+        sizes_of: dict[tuple[torch.dtype, torch.device], int] = {}
+        self._places: list[Piece] = []  # by parameter
         for parameter in self.parameters:
             real = _real(parameter.detach())
             kind = real.dtype, real.device
-            start = self._sizes.get(kind, 0)
-            self._sizes[kind] = start + real.numel()
-            self._slices.append(Piece(list(self._sizes).index(kind), start, self._sizes[kind]))
-        totals = list(self._sizes.values())
+            start = sizes_of.get(kind, 0)
+            sizes_of[kind] = start + real.numel()
+            self._places.append(Piece(list(sizes_of).index(kind), start, sizes_of[kind]))
+        self._kinds = list(sizes_of)
         self.parts = [
-            [p for kind, n in enumerate(totals) for p in _pieces(kind, block(n, replicas, r))]
-            for r in range(replicas)
+            [
+                piece
+                for kind, count in enumerate(sizes_of.values())
+                for piece in _pieces(kind, block(count, replicas, replica))
+            ]
+            for replica in range(replicas)
         ]
-        self._vectors: list[torch.Tensor] = []
+        self._runs = {piece: self._runs_of(piece) for part in self.parts for piece in part}
 
-    def pack(self) -> list[bool]:
-        """Copy the gradients into the vectors; return, for each parameter, whether it has one.
+    def _runs_of(self, piece: Piece) -> list[list[_Segment]]:
+        """Return the segments of a piece, with small neighbours together."""
+        runs: list[list[_Segment]] = []
+        small = False
+        for index, place in enumerate(self._places):
+            start, stop = max(place.start, piece.start), min(place.stop, piece.stop)
+            if place.kind != piece.kind or start >= stop:
+                continue
+            segment = _Segment(index, start - place.start, stop - place.start)
+            before, small = small, segment.size < _SMALL
+            if small and before:
+                runs[-1].append(segment)
+            else:
+                runs.append([segment])
+        return runs
+
+    def read(self, piece: Piece, flat: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Return the elements of a piece, a tensor of shape ``[elements]`` for each run.
+
+        `flat` has the elements of each parameter's tensor, of shape ``[elements]``; None counts as
+        zeros. Large segments are views.
+        """
+        found = []
+        for run in self._runs[piece]:
+            parts = [self._segment(segment, flat[segment.index], piece.kind) for segment in run]
+            found.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+        return found
+
+    def _segment(self, segment: _Segment, flat: torch.Tensor | None, kind: int) -> torch.Tensor:
+        if flat is None:
+            dtype, device = self._kinds[kind]
+            return torch.zeros(segment.size, dtype=dtype, device=device)
+        return flat[segment.start : segment.stop]
+
+    def write(
+        self, piece: Piece, values: Sequence[torch.Tensor], flat: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Copy the elements of a piece to where :meth:`read` finds them; leave out None."""
+        for run, value in zip(self._runs[piece], values, strict=True):
+            start = 0
+            for segment in run:
+                goal = flat[segment.index]
+                if goal is not None:
+                    source = value[start : start + segment.size]
+                    goal[segment.start : segment.stop].copy_(source)
+                start += segment.size
+
+    def add(
+        self,
+        piece: Piece,
+        values: Sequence[Sequence[torch.Tensor]],
+        present: Sequence[Sequence[bool]],
+    ) -> list[torch.Tensor]:
+        """Add up a piece over all replicas, into new tensors.
+
+        Args:
+            piece: the piece to add up.
+            values: by replica, what :meth:`read` has returned there.
+            present: by replica, for each parameter whether it has a gradient.
+        """
+        found = []
+        for number, run in enumerate(self._runs[piece]):
+            terms = [value[number] for value in values]
+            if all(has[segment.index] for has in present for segment in run):
+                found.append(_sum(terms))
+                continue
+            total, start = torch.zeros_like(terms[0]), 0
+            for segment in run:
+                here = slice(start, start + segment.size)
+                start += segment.size
+                both = zip(terms, present, strict=True)
+                if used := [term[here] for term, has in both if has[segment.index]]:
+                    total[here] = _sum(used)
+            found.append(total)
+        return found
+
+
+class Gradients(Layout):
+    """The gradients of a stage's parameters, while replicas add them up."""
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], replicas: int) -> None:
+        super().__init__(named, replicas)
+        self._flat: list[torch.Tensor | None] = []
+
+    def begin(self) -> list[bool]:
+        """Return, for each parameter, whether it has a gradient here.
 
         Raises:
             UsageError: a gradient is sparse.
         """
-        self.fill([parameter.grad for parameter in self.parameters])
-        return [parameter.grad is not None for parameter in self.parameters]
-
-    def fill(self, values: Sequence[torch.Tensor | None]) -> None:
-        """Copy values of the parameters' shapes into the vectors; None counts as zeros."""
-        self.allocate()
-        for name, value, where in zip(self._names, values, self._slices, strict=True):
-            vector = self.piece(where)
-            if value is None:
-                vector.zero_()
-            elif value.layout is not torch.strided:
+        self._flat = []
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise UsageError(
                     f"the gradient of {name} is sparse, and --replicas needs dense ones; make it "
                     "dense, as by nn.Embedding(sparse=False)"
                 )
-            else:
-                real = _real(value.detach())
-                vector.view(real.shape).copy_(real)
+            self._flat.append(_flat_gradient(parameter))
+        return [flat is not None for flat in self._flat]
 
-    def allocate(self) -> None:
-        """Allocate the vectors, to be filled piece by piece."""
-        self._vectors = [
-            torch.empty(size, dtype=dtype, device=device)
-            for (dtype, device), size in self._sizes.items()
-        ]
+    def piece(self, piece: Piece) -> list[torch.Tensor]:
+        """Return this replica's values of a piece."""
+        return self.read(piece, self._flat)
 
-    def piece(self, piece: Piece) -> torch.Tensor:
-        """Return a view of a piece, of shape [stop - start]."""
-        return self._vectors[piece.kind][piece.start : piece.stop]
-
-    def add(
-        self, piece: Piece, values: Sequence[torch.Tensor], present: Sequence[Sequence[bool]]
-    ) -> torch.Tensor:
-        """Add up a piece over all replicas, in place; return the view of it.
-
-        Args:
-            piece: the piece to add up.
-            values: by replica, its values, of shape [stop - start]; this replica's are the view
-                that :meth:`piece` returns.
-            present: by replica, for each parameter whether it has a gradient.
-        """
-        total = self.piece(piece)
-        if all(map(all, present)):
-            _sum(total, values)
-            return total
-        for number, where in enumerate(self._slices):
-            start, stop = max(where.start, piece.start), min(where.stop, piece.stop)
-            if where.kind != piece.kind or start >= stop:
-                continue
-            here = slice(start - piece.start, stop - piece.start)
-            used = [g[here] for g, has in zip(values, present, strict=True) if has[number]]
-            if used:
-                _sum(total[here], used)
-        return total
-
-    def unpack(self, present: Sequence[bool]) -> None:
-        """Copy the sums into the parameters' ``grad``; free the vectors.
+    def make(self, present: Sequence[bool]) -> None:
+        """Make the gradients that other replicas have and this one lacks, to be written to.
 
         `present` is, for each parameter, whether any replica has a gradient.
         """
-        for parameter, where, has in zip(self.parameters, self._slices, present, strict=True):
-            if not has:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            self._put_back(parameter.grad, where)
-        self._vectors = []
+        for index, (parameter, has) in enumerate(zip(self.parameters, present, strict=True)):
+            if has and parameter.grad is None:
+                parameter.grad = torch.empty(
+                    parameter.shape, dtype=parameter.dtype, device=parameter.device
+                )
+                self._flat[index] = _flat_gradient(parameter)
 
-    def unpack_weights(self) -> None:
-        """Copy the vectors, with other replicas' updates, into the parameters; free the vectors."""
-        for parameter, where in zip(self.parameters, self._slices, strict=True):
-            self._put_back(parameter.detach(), where)
-        self._vectors = []
+    def put(self, piece: Piece, sums: Sequence[torch.Tensor]) -> None:
+        """Store the sums of a piece in the parameters' ``grad``."""
+        self.write(piece, sums, self._flat)
 
-    def _put_back(self, value: torch.Tensor, where: Piece) -> None:
-        real = _real(value)
-        real.copy_(self.piece(where).view(real.shape))
+    def end(self) -> None:
+        """Forget the tensors of this step."""
+        self._flat = []
+
+
+class Weights(Layout):
+    """Weights that one replica has updated, to be sent to all others."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__([("", parameter) for parameter in parameters], 1)
+        self._flat = [_flat(parameter.detach()) for parameter in parameters]
+
+    def piece(self, piece: Piece) -> list[torch.Tensor]:
+        return self.read(piece, self._flat)
+
+    def put(self, piece: Piece, weights: Sequence[torch.Tensor]) -> None:
+        """Store the weights of a piece; those whose memory is in another order at :meth:`end`."""
+        self.write(piece, weights, self._flat)
+
+    def end(self) -> None:
+        for parameter, flat in zip(self.parameters, self._flat, strict=True):
+            real = _real(parameter.detach())
+            if real.data_ptr() != flat.data_ptr():
+                real.copy_(flat.view(real.shape))
 
 
 def shards(parameters: Sequence[nn.Parameter], replicas: int) -> list[list[nn.Parameter]]:
@@ -165,13 +248,25 @@ def _pieces(kind: int, part: range) -> list[Piece]:
     return [Piece(kind, start, stop) for start, stop in pairwise(ends)]
 
 
-def _sum(total: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
-    """Add up in order into `total`, whose memory may be that of one of the values."""
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor as real numbers, of shape ``[elements]``: a view, if any."""
+    return _real(tensor).reshape(-1)
+
+
+def _flat_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Return the elements of a gradient, whose memory is in their order from now on."""
+    if parameter.grad is None:
+        return None
+    if not parameter.grad.is_contiguous():
+        parameter.grad = parameter.grad.contiguous()
+    return _flat(parameter.grad.detach())
+
+
+def _sum(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Add up in order, into a new tensor."""
     if len(values) == 1:
-        total.copy_(values[0])
-        return
-    found = values[0] + values[1] if len(values) > 2 else torch.add(values[0], values[1], out=total)
+        return values[0].clone()
+    total = values[0] + values[1]
     for one in values[2:]:
-        found += one
-    if found is not total:
-        total.copy_(found)
+        total += one
+    return total

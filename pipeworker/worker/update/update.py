@@ -103,12 +103,13 @@ class Updater:
         gradients = [gradient for gradient in found if gradient is not None]
         if not gradients:
             return []
-        norms = [
-            torch.linalg.vector_norm(part, dtype=torch.float64)
-            for gradient in gradients
-            for part in _parts(gradient)
-        ]
-        return condensed(torch.stack(norms).square_())
+        parts = [part for gradient in gradients for part in _parts(gradient)]
+        norms = torch.empty(len(parts), dtype=torch.float64, device=parts[0].device)
+        # Results with memory of their own would lie between the copies as float64, and glibc would
+        # use none of those again.
+        for part, norm in zip(parts, norms.unbind(), strict=True):
+            torch.linalg.vector_norm(part, dtype=torch.float64, out=norm)
+        return condensed(norms.square_())
 
     def apply(self, update: Update) -> None:
         """Scale and clip the gradients, step the optimizer and the scheduler, drop the gradients.

@@ -44,14 +44,16 @@ def test_sums_are_those_of_what_is_there(
                 before = want[index]
                 want[index] = gradient.clone() if before is None else before + gradient
     all_of = [Gradients(replica, count) for replica in named]
-    there = [one.pack() for one in all_of]
+    there = [one.begin() for one in all_of]
+    for one in all_of:
+        one.make([any(some) for some in zip(*there, strict=True)])
     for owner, own in enumerate(all_of):
         for piece in own.parts[owner]:
-            total = own.add(piece, [one.piece(piece) for one in all_of], there).clone()
+            total = own.add(piece, [one.piece(piece) for one in all_of], there)
             for other in all_of:
-                other.piece(piece).copy_(total)
+                other.put(piece, total)
     for one in all_of:
-        one.unpack([any(some) for some in zip(*there, strict=True)])
+        one.end()
         for parameter, wanted in zip(one.parameters, want, strict=True):
             if wanted is None:
                 assert parameter.grad is None
