@@ -97,7 +97,7 @@ def test_no_room_ends_the_command(cluster: Any, jobs: Jobs) -> None:
     run = jobs.run(*words(cluster, "--threads", "3", "--set", "patience=5"), cold=True)
     assert run.status == 1
     assert "error: --on ray: Ray has no room for 2 bundles" in run.stderr
-    assert "of 3 CPU (its nodes have 0 CPU; 2 CPU; 2 CPU), for 5 s" in run.stderr
+    assert "of 3 CPU (its nodes: 2 × 2 CPU; 1 × 0 CPU), for 5 s" in run.stderr
     assert not run.path.exists()
 
 

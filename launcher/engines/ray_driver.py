@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from multiprocessing.connection import Connection, Listener
 from typing import IO, Any
 
@@ -33,6 +34,7 @@ _DEVICES = "CUDA_VISIBLE_DEVICES"
 _POLL_SECONDS = 1.0
 _BEFORE_NOTICE = 3.0  # seconds
 _CONNECT_SECONDS = 10.0
+_NODES_SHOWN = 5  # kinds
 
 
 class AgentActor:
@@ -220,10 +222,12 @@ def _no_room(ray: Any, asked: GroupRequest, what: str) -> str:
     """Return what Ray has no room for, and which nodes it has."""
     wanted = _listed(asked.bundles[0])
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    have = "; ".join(
+    have = Counter(
         _listed({name: node.get(name, 0.0) for name in asked.bundles[0]}) for node in alive
     )
-    return f"Ray has no room for {what} of {wanted} (its nodes have {have or 'gone'})"
+    nodes = "; ".join(f"{count} × {text}" for text, count in have.most_common(_NODES_SHOWN))
+    more = "; …" if len(have) > _NODES_SHOWN else ""
+    return f"Ray has no room for {what} of {wanted} (its nodes: {nodes or 'none'}{more})"
 
 
 def _listed(resources: dict[str, float]) -> str:

@@ -32,7 +32,8 @@ from pipeworker.session.process import notebook_shell
 _INTERRUPTED = 130
 _OPTIONS = {
     *option_names(("job_file", "arguments")),
-    *("hosts", "hosts_file", "sync", "on", "nodes", "set", "dry_run", "config", "profile"),
+    *("hosts", "hosts_file", "sync", "launcher_address", "on", "nodes", "set", "dry_run"),
+    *("config", "profile"),
     *("run_dir", "resume", "auto_resume", "allow_change"),
     *("debug", "json", "log_every", "output", "quiet", "verbose"),
 }

@@ -18,7 +18,8 @@ _SCRIPT = "the script is the job"
 _PROCESSES = "each process of the script is a stage"
 _LOOP = "the script's own loop decides it"
 NOT_OF_A_SCRIPT: dict[str, str] = {
-    **dict.fromkeys(("hosts", "hosts_file", "sync", "on", "nodes", "settings"), _LAUNCHER),
+    **dict.fromkeys(("hosts", "hosts_file", "sync", "launcher_address"), _LAUNCHER),
+    **dict.fromkeys(("on", "nodes", "settings"), _LAUNCHER),
     **dict.fromkeys(("dry_run", "max_restarts", "min_stages", "snapshot_every"), _LAUNCHER),
     **dict.fromkeys(("job_file", "arguments"), _SCRIPT),
     "stages": _PROCESSES,
