@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from launcher.engines import kubernetes, slurm
-from pipeworker.errors import RecordError, UsageError
+from pipeworker.errors import PipeworkerError, RecordError, UsageError
 from pipeworker.record import lock
 from pipeworker.record.rundir import RunDir, listed
 
@@ -27,23 +27,43 @@ def cancel(run: str) -> str:
 
     Raises:
         UsageError: there is no job.
-        PipeworkerError: a cluster does not answer.
+        PipeworkerError: a cluster does not end it.
     """
     path = Path(run)
     run_dir = RunDir(path.resolve())
     if run_dir.run.exists() and lock.is_locked(run_dir.lock):
         return _cancel_here(path, run_dir)
-    if shutil.which("squeue") and (waiting := slurm.find(str(path.absolute()))):
-        waiting.cancel()
-        return f"job {waiting.job} of Slurm is cancelled"
-    if shutil.which("kubectl") and (submitted := kubernetes.find(run)):
-        submitted.cancel()
-        return (
-            f"{submitted.kind} {submitted.name} in namespace {submitted.namespace} is deleted; its "
-            f"pods save a checkpoint in {submitted.run_dir}"
-        )
+    unasked: list[str] = []
+    for program, cancel_there in (("squeue", _cancel_in_queue), ("kubectl", _cancel_pods)):
+        try:
+            if shutil.which(program) and (done := cancel_there(run)):
+                return done
+        except PipeworkerError as error:  # it may be installed here, and not set up
+            unasked.append(str(error).partition("\n")[0])
     advice = listed(path) or "give the directory of a running job"
-    raise UsageError(f"{run}: no job is running there; {advice}")
+    more = f" ({'; '.join(unasked)})" if unasked else ""
+    raise UsageError(f"{run}: no job is running there; {advice}{more}")
+
+
+def _cancel_in_queue(run: str) -> str:
+    """Cancel a job of Slurm's; return "" if it has none with this run directory."""
+    job = slurm.find(str(Path(run).absolute()))
+    if job is None:
+        return ""
+    job.cancel()
+    return f"job {job.job} of Slurm is cancelled"
+
+
+def _cancel_pods(run: str) -> str:
+    """Delete a job of Kubernetes; return "" if it has none with this run directory or name."""
+    job = kubernetes.find(run)
+    if job is None:
+        return ""
+    job.cancel()
+    return (
+        f"{job.kind} {job.name} in namespace {job.namespace} is deleted; its pods save a "
+        f"checkpoint in {job.run_dir}"
+    )
 
 
 def _cancel_here(path: Path, run_dir: RunDir) -> str:
