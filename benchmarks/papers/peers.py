@@ -26,12 +26,12 @@ Each pipeline trains the same layers with the same split and micro-batches, all 
 one after the other in one run: two workers that compute (Transformer of 4 layers of width 256,
 texts of 128 words; AmoebaNet-D(6, 96), images of 32 points; mini-batches of 32 in 8 parts), and
 eight emulated accelerators with the costs of Transformer-48 and AmoebaNet-D (18, 256) (first table;
-M=32). A figure is the rate relative to pipeworker's `gpipe`, and of the two that compute also the
-peak memory of the largest process in MiB, interpreter and torch included. Those two are the medians
-of three rounds, each of which runs all pipelines in turn, because a rate differs by up to 15 % here
-from run to run; the emulated ones, which sleep, were run once. torchgpipe's CPU stages share one
-thread, so that nothing overlaps: it is made for GPUs. DeepSpeed has one schedule, 1F1B. A network
-without a figure was refused.
+M=32). A figure is the rate relative to pipeworker's `gpipe`, and the peak memory of the largest
+process in MiB, interpreter and torch included (the emulated ones hold little else). Those that
+compute are the medians of three rounds, each of which runs all pipelines in turn, because a rate
+differs by up to 15 % here from run to run; the emulated ones, which sleep, were run once.
+torchgpipe's CPU stages share one thread, so that nothing overlaps: it is made for GPUs. DeepSpeed
+has one schedule, 1F1B. A network without a figure was refused.
 """
 TORCH = [kind for kind in PLACED if kind != "ScheduleDualPipeV"]
 OURS = {
@@ -156,7 +156,6 @@ def _column(case: Case, pipelines: dict[str, Runner]) -> dict[str, str]:
     for title, some in found.items():
         if some:
             both = zip(first, some, strict=True)
-            cells[title] = f"{median(ours.seconds / one.seconds for ours, one in both):.2f}"
-            if not case.emulated:
-                cells[title] += f"; {median(one.peak for one in some) / 2**20:.0f}"
+            rate = median(ours.seconds / one.seconds for ours, one in both)
+            cells[title] = f"{rate:.2f}; {median(one.peak for one in some) / 2**20:.0f}"
     return cells

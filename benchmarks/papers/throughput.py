@@ -9,7 +9,7 @@ from pathlib import Path
 
 from parts import SKIPPED_STEPS, pipeworker_step, plain
 
-from papers.networks import AMOEBANET, SAMPLES, TRANSFORMER, Network, Stages, stages_of
+from papers.networks import AMOEBANET, SAMPLES, TRANSFORMER, UNET, Network, Stages, stages_of
 from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.simulate import Costs, simulate
 
@@ -22,6 +22,7 @@ computes, recomputes and differentiates the same micro-batches in all stages in 
 and M=1 is as slow as that, while pipeworker's recompute waits for no gradient. "Its limit" is the
 simulated schedule with the stages as that process measures them, and free transfers. Messages of
 64 KB a sample stand for the real ones, which this machine copies as slowly as it computes.
+torchgpipe's U-Net is here too, by workers and micro-batches; its own figures are in the next table.
 """
 JOB = Path(__file__).parents[1].resolve() / "papers_job.py"
 BYTES = 64 << 10
@@ -32,8 +33,9 @@ SECONDS = {1: 0.040, 4: 0.020, 32: 0.010}
 PAPER = {
     AMOEBANET: ((1.0, 1.07, 1.21), (1.13, 1.26, 1.84), (1.38, 1.72, 3.48)),
     TRANSFORMER: ((1.0, 1.7, 1.8), (1.07, 3.2, 3.4), (1.3, 4.8, 6.3)),
+    UNET: (("",) * 3,) * 3,
 }
-"""Table 2 of 1811.06965: by workers, by micro-batches."""
+"""Table 2 of 1811.06965: by workers, by micro-batches. torchgpipe's authors chose M for U-Net."""
 BETTER = ("--schedule", "interleaved-1f1b", "--virtual-stages", "2")
 
 
