@@ -58,9 +58,9 @@ fuzz: $(VENV)/.test
 
 # With test,loggers also the tests that log to wandb and MLflow, which take 10 s of CPU to install.
 # With test,notebooks also the one with a real kernel of Jupyter, which takes 6 s of CPU to install.
-# With test,torchdata also those of its StatefulDataLoader, with test,transformers those of models of
-# transformers, with test,examples the training of the networks in examples/papers. test-all and the
-# nightly run have all of these.
+# With test,ray also those on a Ray cluster, with test,torchdata those of its StatefulDataLoader, with
+# test,transformers those of models of transformers, with test,examples the training of the networks in
+# examples/papers. test-all and the nightly run have all of these.
 EXTRAS ?= test
 
 # torch is pinned to a version: a range would install a build with gigabytes of CUDA. pip would compile

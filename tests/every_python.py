@@ -67,7 +67,7 @@ def test(version: str, python: Path, torch: str) -> tuple[bool, list[str]]:
     ran = subprocess.run(
         [
             *("make", "test", f"VENV={folder}", f"PYTHON={python}", f"TORCH=torch<={torch}"),
-            "EXTRAS=test,examples,loggers,notebooks,torchdata,transformers",
+            "EXTRAS=test,examples,loggers,notebooks,ray,torchdata,transformers",
         ],
         env={**os.environ, "PYTEST_ADDOPTS": options},
     )

@@ -59,7 +59,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """What the driver is asked for, once.
+    """The request for a placement group and its agents, which the driver reads once.
 
     Attributes:
         bundles: the resources of each, by Ray's names; each is on a node of its own.
@@ -71,7 +71,6 @@ class GroupRequest:
     bundles: tuple[dict[str, float], ...]
     runtime_env: dict[str, Any]
     patience: float
-    python: str
     folder: str
     environment: dict[str, str]
 
@@ -105,7 +104,6 @@ class GroupRequest:
             tuple(_bundle(spec, settings, workers) for workers in spread(spec.workers, spec.nodes)),
             runtime_env,
             settings.patience,
-            settings.python,
             spec.folder,
             environment,
         )
@@ -122,18 +120,18 @@ class Ray(Carrier):
 
     def render(self, spec: JobSpec) -> str:
         """Return the placement group, and the command that each of its actors starts."""
-        asked = GroupRequest.of(spec)
-        group = {"strategy": "STRICT_SPREAD", "bundles": asked.bundles}
-        agent = agent_command(spec, CALLER, asked.python or "python")
-        return f"# Ray at {asked.address}\n{json.dumps(group)}\n{shlex.join(agent)}\n"
+        request = GroupRequest.of(spec)
+        group = {"strategy": "STRICT_SPREAD", "bundles": request.bundles}
+        agent = shlex.join(_agent_command(spec))
+        return f"# Ray at {request.address}\n{json.dumps(group)}\n{agent}\n"
 
     def agents(self, spec: JobSpec) -> tuple[RemoteAgent, ...]:
-        asked = GroupRequest.of(spec)
-        line = agent_command(spec, CALLER, asked.python or "python")
+        GroupRequest.of(spec)  # finds mistakes
+        module, line = "launcher.engines.ray_pipe", _agent_command(spec)
         return tuple(
             RemoteAgent(
                 Host(f"bundle-{number}", workers),
-                tuple(command("launcher.engines.ray_pipe", "", self._driver, str(number), *line)),
+                tuple(command(module, "", self._driver, str(number), *line)),
                 self.remedy,
             )
             for number, workers in enumerate(spread(spec.workers, spec.nodes))
@@ -147,7 +145,7 @@ class Ray(Carrier):
             UsageError: Ray is not installed, or there is no cluster.
             PipeworkerError: the cluster has no room.
         """
-        asked = GroupRequest.of(spec)
+        request = GroupRequest.of(spec)
         if find_spec("ray") is None:
             raise UsageError("--on ray: Ray is not installed; pip install 'pipeworker[ray]'")
         with tempfile.TemporaryFile("w+") as errors:
@@ -162,11 +160,17 @@ class Ray(Carrier):
             with driver:
                 try:
                     with _interruptible():
-                        self._driver = _reserve(driver, asked, errors)
+                        self._driver = _reserve(driver, request, errors)
                     yield
                     _finish(driver)
                 finally:
                     driver.kill()  # Ray then frees what it held
+
+
+def _agent_command(spec: JobSpec) -> list[str]:
+    """Return the command of an agent; ``python`` stands for the interpreter of Ray's workers."""
+    settings = read_settings(Settings, spec.settings, "ray")
+    return agent_command(spec, CALLER, settings.python or "python")
 
 
 @contextmanager
@@ -189,11 +193,11 @@ def _finish(driver: subprocess.Popen[str]) -> None:
         click.echo("warning: Ray does not answer; it frees the job's bundles later", err=True)
 
 
-def _reserve(driver: subprocess.Popen[str], asked: GroupRequest, errors: IO[str]) -> str:
+def _reserve(driver: subprocess.Popen[str], request: GroupRequest, errors: IO[str]) -> str:
     """Return the address at which the driver serves agents, once it has the group."""
     assert driver.stdin
     assert driver.stdout
-    print(json.dumps(asdict(asked)), file=driver.stdin, flush=True)
+    print(json.dumps(asdict(request)), file=driver.stdin, flush=True)
     for line in driver.stdout:
         match json.loads(line):
             case {"waits": text}:

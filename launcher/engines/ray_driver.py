@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, Listener
 from typing import IO, Any
 
 from launcher.engines.ray import CALLER, GroupRequest
-from launcher.engines.ray_pipe import END, ERROR, OUT, SIZE, leave_ends_to_the_launcher
+from launcher.engines.ray_pipe import END, ERROR, OUT, SIZE, ignore_signals
 from pipeworker.errors import UsageError
 from pipeworker.host.lifetime import die_with_parent
 from pipeworker.wire import lines
@@ -89,9 +89,9 @@ class AgentActor:
 class Driver:
     """The placement group of a job, and what serves its bundles."""
 
-    def __init__(self, ray: Any, asked: GroupRequest, group: Any) -> None:
-        self._ray, self._asked, self._group = ray, asked, group
-        self._environment = {CALLER: ray.util.get_node_ip_address(), **asked.environment}
+    def __init__(self, ray: Any, request: GroupRequest, group: Any) -> None:
+        self._ray, self._request, self._group = ray, request, group
+        self._environment = {CALLER: ray.util.get_node_ip_address(), **request.environment}
 
     def serve(self, listener: Listener) -> None:
         """Serve every command of this user that connects."""
@@ -107,11 +107,11 @@ class Driver:
     def _carry(self, connection: Connection) -> None:
         """Start the agent of a bundle, and carry its lines until it ends."""
         pipe = _Pipe(connection)
-        request = json.loads(connection.recv_bytes())
+        first = json.loads(connection.recv_bytes())
         threading.Thread(target=pipe.receive, daemon=True).start()
-        actor = self._actor(request["bundle"])
+        actor = self._actor(first["bundle"])
         try:
-            problem = self._start(actor, request["line"], pipe)
+            problem = self._start(actor, first["line"], pipe)
             if problem:
                 pipe.send(ERROR, problem.encode())
             status = 1 if problem else self._carry_lines(actor, pipe)
@@ -125,7 +125,7 @@ class Driver:
     def _actor(self, bundle: int) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        resources = dict(self._asked.bundles[bundle])
+        resources = dict(self._request.bundles[bundle])
         return (
             self._ray.remote(AgentActor)
             .options(
@@ -142,17 +142,17 @@ class Driver:
 
     def _start(self, actor: Any, line: list[str], pipe: _Pipe) -> str:
         """Start an agent as soon as its bundle has a node; return why that is impossible, or ""."""
-        asked, table = self._asked, self._ray.util.placement_group_table
-        started = actor.start.remote(line, asked.folder, self._environment)
-        deadline = time.monotonic() + asked.patience
+        request, table = self._request, self._ray.util.placement_group_table
+        started = actor.start.remote(line, request.folder, self._environment)
+        deadline = time.monotonic() + request.patience
         while not self._ray.wait([started], timeout=_POLL_SECONDS)[0]:
             placed = table(self._group)["state"] == "CREATED"
-            text = "" if placed else _no_room(self._ray, asked, "a lost bundle")
+            text = "" if placed else _no_room(self._ray, request, "a lost bundle")
             pipe.send(OUT, lines.encode(lines.Waiting(text)))
             if pipe.closed.is_set():
                 return "the launcher has ended"
             if time.monotonic() > deadline:
-                return f"{text or 'Ray has not started its process'}, for {asked.patience:g} s"
+                return f"{text or 'Ray has not started its process'}, for {request.patience:g} s"
         return str(self._ray.get(started))
 
     def _carry_lines(self, actor: Any, pipe: _Pipe) -> int:
@@ -218,12 +218,12 @@ def _reason(error: Exception) -> str:
     return next((line for line in reversed(text) if "node" in line or "actor" in line), text[0])
 
 
-def _no_room(ray: Any, asked: GroupRequest, what: str) -> str:
+def _no_room(ray: Any, request: GroupRequest, what: str) -> str:
     """Return what Ray has no room for, and which nodes it has."""
-    wanted = _listed(asked.bundles[0])
+    wanted = _listed(request.bundles[0])
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     have = Counter(
-        _listed({name: node.get(name, 0.0) for name in asked.bundles[0]}) for node in alive
+        _listed({name: node.get(name, 0.0) for name in request.bundles[0]}) for node in alive
     )
     nodes = "; ".join(f"{count} × {text}" for text, count in have.most_common(_NODES_SHOWN))
     more = "; …" if len(have) > _NODES_SHOWN else ""
@@ -234,45 +234,45 @@ def _listed(resources: dict[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
 
 
-def _reserve(ray: Any, asked: GroupRequest, out: IO[str]) -> Any:
+def _reserve(ray: Any, request: GroupRequest, out: IO[str]) -> Any:
     """Return the placement group, once all of its bundles have nodes.
 
     Raises:
         TimeoutError: that takes too long.
     """
-    count = len(asked.bundles)
-    group = ray.util.placement_group([*map(dict, asked.bundles)], strategy="STRICT_SPREAD")
+    count = len(request.bundles)
+    group = ray.util.placement_group([*map(dict, request.bundles)], strategy="STRICT_SPREAD")
     begin, shown = time.monotonic(), False
     what = "a bundle" if count == 1 else f"{count} bundles, each on a node of its own,"
     while not group.wait(_POLL_SECONDS):
         waited = time.monotonic() - begin
-        if waited > asked.patience:
-            raise TimeoutError(f"{_no_room(ray, asked, what)}, for {asked.patience:g} s")
+        if waited > request.patience:
+            raise TimeoutError(f"{_no_room(ray, request, what)}, for {request.patience:g} s")
         if waited > _BEFORE_NOTICE and not shown:
             shown = True
-            limit = f"waiting up to {asked.patience:g} s (--set patience=SECONDS)"
-            _tell(out, waits=f"{_no_room(ray, asked, what)}; {limit}")
+            limit = f"waiting up to {request.patience:g} s (--set patience=SECONDS)"
+            _tell(out, waits=f"{_no_room(ray, request, what)}; {limit}")
     return group
 
 
-def _join(ray: Any, asked: GroupRequest, out: IO[str]) -> None:
+def _join(ray: Any, request: GroupRequest, out: IO[str]) -> None:
     """Connect this process to the cluster; Ray itself tries for minutes.
 
     Raises:
         Exception: it cannot.
     """
-    host, colon, port = asked.address.rpartition(":")
+    host, colon, port = request.address.rpartition(":")
     if colon:
         with contextlib.suppress(ValueError):  # of a port that Ray may understand
             socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
-    text = f"Ray at {asked.address} does not answer yet"
+    text = f"Ray at {request.address} does not answer yet"
     notice = threading.Timer(_CONNECT_SECONDS, _tell, (out,), {"waits": text})
     notice.start()
     try:
         ray.init(
-            address=asked.address,
+            address=request.address,
             namespace="pipeworker",
-            runtime_env=asked.runtime_env or None,
+            runtime_env=request.runtime_env or None,
             log_to_driver=False,
             configure_logging=False,
             logging_level="ERROR",
@@ -290,26 +290,26 @@ def main() -> int:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Ray prints is no event
     fields = json.loads(sys.stdin.readline())
-    asked = GroupRequest(**{**fields, "bundles": tuple(fields["bundles"])})
+    request = GroupRequest(**{**fields, "bundles": tuple(fields["bundles"])})
     import ray
     from ray import cloudpickle
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     try:
-        _join(ray, asked, out)
+        _join(ray, request, out)
     except Exception as error:  # of any kind: Ray's text goes to the user
-        text = f"cannot join Ray at {asked.address}: {str(error).strip().splitlines()[0]}"
+        text = f"cannot join Ray at {request.address}: {str(error).strip().splitlines()[0]}"
         _tell(out, error=text, status=UsageError.exit_status)
         return 1
-    leave_ends_to_the_launcher()  # Ray has set handlers of its own
+    ignore_signals()  # Ray has set handlers of its own
     try:
-        group = _reserve(ray, asked, out)
+        group = _reserve(ray, request, out)
     except Exception as error:
         _tell(out, error=str(error).strip().splitlines()[0], status=1)
         return 1
     name = f"pipeworker-ray-{secrets.token_hex(8)}"
-    with Listener(f"\0{name}", "AF_UNIX", backlog=len(asked.bundles)) as listener:
-        serve = Driver(ray, asked, group).serve
+    with Listener(f"\0{name}", "AF_UNIX", backlog=len(request.bundles)) as listener:
+        serve = Driver(ray, request, group).serve
         threading.Thread(target=serve, args=(listener,), daemon=True).start()
         _tell(out, serves=name)
         while sys.stdin.read(1):

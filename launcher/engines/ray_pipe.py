@@ -30,14 +30,14 @@ def _forward(connection: Connection) -> None:
         connection.send_bytes(b"")
 
 
-def leave_ends_to_the_launcher() -> None:
-    """Ignore signals to all processes of the launcher, as `ray job stop` sends: it ends us."""
+def ignore_signals() -> None:
+    """Ignore signals that `ray job stop` sends to all processes: the launcher ends this one."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
 def main() -> int:
-    leave_ends_to_the_launcher()
+    ignore_signals()
     driver, bundle, *line = sys.argv[3:]
     try:
         connection = Client(f"\0{driver}", "AF_UNIX")

@@ -74,6 +74,11 @@ def test_the_files_in_deploy_are_the_rendered_ones(kind: str) -> None:
     assert render(spec).text == (DEPLOY / f"{kind}.yaml").read_text()
 
 
+def test_the_job_for_a_queue_in_deploy_is_the_rendered_one() -> None:
+    patch = yaml.safe_load((DEPLOY / "patches" / "kueue.yaml").read_text())
+    assert render(SPEC, [patch]).text == (DEPLOY / "queued-job.yaml").read_text()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_rendered_objects_have_the_published_schemas(kind: str) -> None:
     everything = spec_with(
@@ -110,7 +115,7 @@ def test_the_other_files_in_deploy_have_the_published_schemas() -> None:
     found = {
         path.name: list(yaml.safe_load_all(path.read_text())) for path in DEPLOY.glob("*.yaml")
     }
-    assert found.keys() == {"job.yaml", "jobset.yaml", "volume.yaml"}
+    assert found.keys() == {"job.yaml", "jobset.yaml", "queued-job.yaml", "volume.yaml"}
     for objects in found.values():
         for each in objects:
             validate(each)

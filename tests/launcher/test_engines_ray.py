@@ -66,9 +66,9 @@ def test_the_cluster_and_its_surroundings(tmp_path: Path, monkeypatch: pytest.Mo
     assert GroupRequest.of(SPEC).address == "10.0.0.1:6379"
     file = tmp_path / "environment.json"
     file.write_text('{"pip": ["einops"]}')
-    asked = GroupRequest.of(spec_with(address="10.0.0.2:1", runtime_env=str(file)))
-    assert (asked.address, asked.runtime_env) == ("10.0.0.2:1", {"pip": ["einops"]})
-    assert asked.environment == {"OMP_NUM_THREADS": "2"}
+    request = GroupRequest.of(spec_with(address="10.0.0.2:1", runtime_env=str(file)))
+    assert (request.address, request.runtime_env) == ("10.0.0.2:1", {"pip": ["einops"]})
+    assert request.environment == {"OMP_NUM_THREADS": "2"}
     seen = GroupRequest.of(replace(SPEC, launcher_address="10.0.0.9"))
     assert seen.environment[CALLER] == "10.0.0.9"
 

@@ -41,6 +41,16 @@ def test_an_agent_is_a_command_of_ssh_without_a_secret() -> None:
     assert first[-1].replace(sys.executable, "/opt/python") == second[-1]
 
 
+def test_hosts_behind_a_jump_host_get_the_address_of_the_launcher() -> None:
+    (first, *_) = (agent.command for agent in ssh.Ssh().agents(SPEC))
+    assert "SSH_CONNECTION=" not in first[-1]
+    spec = replace(SPEC, launcher_address="10.0.0.1")
+    for agent in ssh.Ssh().agents(spec):
+        assert " env " in agent.command[-1]
+        assert " SSH_CONNECTION=10.0.0.1 " in agent.command[-1]
+        assert agent.command[-1].endswith(" SSH_CONNECTION")
+
+
 def test_a_request_is_shown_as_lines_for_a_shell() -> None:
     text = ssh.Ssh().render(replace(SPEC, sync=True))
     sends = [line for line in text.splitlines() if line.startswith("#")]

@@ -126,12 +126,33 @@ def test_a_cluster_runs_the_workers_of_all_replicas(job_file: Path, on: str, wor
         (("--stages", "2", "--nodes", "0"), "--nodes 0: must be 1 to the 2 workers"),
         (("--stages", "2", "--steps", "0"), "--steps 0: must be 1 or more"),
         (("--stages", "2", "--set", "kind"), "--set kind: not a setting; write --set NAME=VALUE"),
+        (
+            ("--stages", "2", "--set", "kind=job", "--set", "kind=jobset"),
+            "--set kind: given twice; give it once",
+        ),
     ],
 )
 def test_a_mistake_is_found_before_anything_is_sent(
     job_file: Path, words: tuple[str, ...], message: str
 ) -> None:
     ran = CliRunner().invoke(cli.main, [*ON, *words, str(job_file)])
+    assert ran.exit_code == 2
+    assert message in ran.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "--launcher-address: no other host connects to this one; add --hosts"),
+        (("--on", "kubernetes"), "--launcher-address: no other host connects to this one"),
+        (("--hosts", "a"), "--launcher-address jump: must be an IP address"),
+    ],
+)
+def test_the_address_of_the_launcher_is_checked(
+    job_file: Path, words: tuple[str, ...], message: str
+) -> None:
+    line = ["launch", "--stages", "2", "--launcher-address", "jump", *words, str(job_file)]
+    ran = CliRunner().invoke(cli.main, line)
     assert ran.exit_code == 2
     assert message in ran.output
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.errors import UsageError
-from pipeworker.wire.keys import client_keys, new_token, server_keys
+from pipeworker.wire.keys import (
+    TOKEN_FILE_VARIABLE,
+    TOKEN_VARIABLE,
+    client_keys,
+    given_token,
+    new_token,
+    server_keys,
+)
 
 tokens = st.text(st.characters(codec="utf-8"), min_size=16, max_size=80)
 
@@ -50,3 +59,19 @@ def test_a_pair_never_shows_its_secret(show: object) -> None:
     shown = show(keys)
     assert keys.public.decode() in shown
     assert keys.secret.decode() not in shown
+
+
+def test_a_token_is_given_by_a_variable_or_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    assert given_token() == ""
+    path = tmp_path / "token"
+    monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(path))
+    with pytest.raises(UsageError, match=r"PIPEWORKER_TOKEN_FILE: .*token: No such file"):
+        given_token()
+    path.write_text("of a file\n")
+    assert given_token() == "of a file"
+    monkeypatch.setenv(TOKEN_VARIABLE, "of a variable")
+    assert given_token() == "of a variable"
