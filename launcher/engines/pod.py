@@ -42,7 +42,7 @@ _FORMS = {
     "job": (re.compile(r"/.+"), "an absolute path in the pods"),
     "image": (re.compile(r"[^\s]+"), "the name of an image"),
 }
-"""What each text must be, if it is given, and its name in a message."""
+"""The form of each text that is given, and its name in a message."""
 
 Object = dict[str, Any]
 
