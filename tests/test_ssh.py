@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -147,6 +148,17 @@ def test_a_host_that_is_lost_for_good_leaves_the_state_that_its_neighbour_holds(
     assert resumed.returncode == 0, resumed.stderr
     losses = [json.loads(line)["loss"] for line in (path / "metrics.jsonl").open()]
     assert losses[:6] == [row["loss"] for row in quiet.metrics][:6]
+
+
+@slow
+def test_workers_connect_to_the_address_that_the_user_gives(jobs: Jobs, client: Sshd) -> None:
+    """sshd sees another one, as behind a jump host."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))
+        own = probe.getsockname()[0]
+    run = jobs.train(*WORDS, "--hosts", "a:2,b:1", "--launcher-address", own, source=GOES_ON)
+    assert re.search(rf"bound to tcp://{re.escape(own)}:", run.log("coordinator"))
+    assert f"--launcher-address {own}" in run.stdout
 
 
 @slow

@@ -249,6 +249,37 @@ def test_a_cancelled_job_saves_a_checkpoint_and_can_be_resumed(kind: Kind, quiet
     assert [row["loss"] for row in run.metrics[:STEPS]] == [row["loss"] for row in quiet.metrics]
 
 
+@slow
+@pytest.mark.parametrize("kind", ["slurm", "ssh"], indirect=True)
+def test_a_job_is_cancelled_by_its_run_directory(kind: Kind) -> None:
+    """Slurm does not start it again."""
+    path = kind.jobs.folder / "run"
+    process = kind.start(path, "--steps", "1000000", source=CALM)
+    until(lambda: done(path) >= 2)
+    ended = kind.jobs.pipeworker("cancel", str(path))
+    assert "the job has ended; its last checkpoint is " in ended.stdout, ended.stderr
+    process.communicate(timeout=90)
+    assert process.returncode == 130
+    assert Run(0, "", "", path).summary["status"] == "interrupted"
+    assert saved(path) == done(path) >= 2
+    if isinstance(kind, OnSlurm):
+        assert not kind.slurm.run("squeue", "--noheader", "--me").strip()
+
+
+@slow
+@pytest.mark.parametrize("kind", ["slurm"], indirect=True)
+def test_a_job_in_the_queue_is_cancelled_by_its_run_directory(kind: OnSlurm) -> None:
+    path = kind.jobs.folder / "run"
+    process = kind.start(path, "--set", "begin=now+1hour")
+    until(lambda: kind.slurm.run("squeue", "--noheader", "--me").strip())
+    number = kind.job(path)
+    ended = kind.jobs.pipeworker("cancel", str(path))
+    assert ended.stdout == f"job {number} of Slurm is cancelled\n", ended.stderr
+    process.communicate(timeout=60)
+    assert process.returncode
+    assert not path.exists()
+
+
 def test_a_failed_job_names_the_place(kind: Kind) -> None:
     path = kind.jobs.folder / "run"
     process = kind.start(path, "--steps", "3", source=FAILS)
