@@ -10,11 +10,11 @@ from pathlib import Path
 import click
 
 from launcher.engines import kubernetes, slurm
+from pipeworker.environment import POD
 from pipeworker.errors import PipeworkerError, RecordError, UsageError
 from pipeworker.record import lock
 from pipeworker.record.rundir import RunDir, listed
 
-_POD = "KUBERNETES_SERVICE_HOST"
 _POLL_SECONDS = 0.1
 
 
@@ -68,7 +68,7 @@ def _cancel_pods(run: str) -> str:
 
 def _cancel_here(path: Path, run_dir: RunDir) -> str:
     """End the job that runs in a directory, and wait for its end."""
-    if _POD in os.environ:
+    if POD in os.environ:
         raise UsageError(
             f"{path}: the cluster would start the pods again; run `pipeworker cancel` where "
             "kubectl is, or delete the job there"

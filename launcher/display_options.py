@@ -15,10 +15,7 @@ from launcher.command import written
 from launcher.engines.slurm import SlurmAllocation
 from pipeworker.display.commands import Commands, relative
 from pipeworker.display.style import Style
-from pipeworker.environment import TORCHRUN_JOB
-
-_POD = "KUBERNETES_SERVICE_HOST"
-"""A variable that is set in a pod, where the user cannot repeat the command."""
+from pipeworker.environment import POD, TORCHRUN_JOB
 
 
 def take_style(chosen: dict[str, Any], context: click.Context) -> Style:
@@ -38,7 +35,7 @@ def commands_for(name: str, options: Mapping[str, Any], environment: Mapping[str
     job_file = relative(options["job_file"])
     if TORCHRUN_JOB in environment:
         world = environment.get("WORLD_SIZE", "")
-        here = world == environment.get("LOCAL_WORLD_SIZE") and _POD not in environment
+        here = world == environment.get("LOCAL_WORLD_SIZE") and POD not in environment
         module = (python, "-m", "torch.distributed.run")
         torchrun = ("torchrun",) if shutil.which("torchrun") else module
         begin = (*torchrun, "--nproc-per-node", world, "-m", "pipeworker")

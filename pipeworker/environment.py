@@ -21,6 +21,8 @@ from pipeworker.version import __version__
 
 TORCHRUN_JOB = "TORCHELASTIC_RUN_ID"
 """The variable with torchrun's name for its job."""
+POD = "KUBERNETES_SERVICE_HOST"
+"""A variable that is set in a pod of Kubernetes."""
 _GIT_SECONDS = 2.0
 _GIT_ELSEWHERE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
 """Variables that git sets inside a hook: they name another repository than a folder's own."""

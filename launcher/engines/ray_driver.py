@@ -28,9 +28,6 @@ from pipeworker.errors import UsageError
 from pipeworker.host.lifetime import die_with_parent
 from pipeworker.wire import lines
 
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""Variables that Ray sets in its workers; here those of the launcher count."""
-_DEVICES = "CUDA_VISIBLE_DEVICES"
 _POLL_SECONDS = 1.0
 _BEFORE_NOTICE = 3.0  # seconds
 _CONNECT_SECONDS = 10.0
@@ -47,7 +44,7 @@ class AgentActor:
     def start(self, line: list[str], folder: str, environment: dict[str, str]) -> str:
         """Start the agent; return why that is impossible, or ""."""
         surroundings = {**os.environ, **environment}
-        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # Ray sets them: the launcher's count
             if name not in environment:
                 surroundings.pop(name, None)
         if not surroundings.get("CUDA_VISIBLE_DEVICES"):  # Ray hides all from a worker without one
