@@ -110,6 +110,55 @@ def test_the_bits_are_the_same_for_any_number_of_stages(jobs: Jobs) -> None:
     assert not any("^" in name for name in one.weights)
 
 
+SHARING = """
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+            self.first, self.cell = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.first(x * self.scale)
+            for _ in range(3):
+                x = torch.tanh(self.cell(x) * self.scale)
+            return x
+
+    def model():
+        return Net()
+
+    loss = nn.functional.mse_loss
+
+    def optimizer(params):
+        return torch.optim.Adam(params, lr=0.01)
+
+    def data():
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(4):
+            x = torch.randn(8, 4, generator=generator)
+            yield x, x
+"""
+
+
+def test_what_several_layers_share_has_the_modules_own_name_in_files(jobs: Jobs) -> None:
+    """Layers share a parameter of the root, and the weights of a unit that is called again."""
+    words = ("--microbatches", "2")
+    one = jobs.train("--stages", "1", *words, source=SHARING)
+    for stages, schedule, others in (("2", "zbv", "1"), ("1", "gpipe", "3")):
+        several = ("--stages", stages, "--schedule", schedule, "--steps", "2", *words)
+        path = jobs.train(*several, source=SHARING).path
+        more = ("--resume", str(path), "--stages", others, "--schedule", "gpipe", "--steps", "4")
+        resumed = jobs.pipeworker("launch", *more)
+        assert resumed.returncode == 0, resumed.stderr
+        assert_same(one, Run(0, "", "", path))
+    scope: dict[str, object] = {}
+    exec(textwrap.dedent(SHARING), scope)
+    made = scope["Net"]()  # type: ignore[operator]
+    made.load_state_dict(one.weights)
+
+
 @slow
 def test_a_run_is_resumed_after_a_lost_worker_and_exported(jobs: Jobs) -> None:
     one = jobs.train("--stages", "1", *WORDS, source=MODULE)
@@ -276,7 +325,7 @@ def test_values_and_layers_of_other_kinds(jobs: Jobs, source: str) -> None:
     assert_same(one, two)
 
 
-LARGE = """
+LIMITED = """
     import resource
 
     import torch
@@ -320,8 +369,8 @@ LARGE = """
 @slow
 def test_a_model_larger_than_the_memory_of_any_process_trains(jobs: Jobs) -> None:
     options = ("--microbatches", "2", "--balance", "even", "--keep", "1")
-    alone = jobs.run("--stages", "1", *options, source=LARGE)
+    alone = jobs.run("--stages", "1", *options, source=LIMITED)
     assert alone.status != 0
     assert "alloc" in alone.stderr or "memory" in alone.stderr
-    parted = jobs.train("--stages", "8", *options, source=LARGE)
+    parted = jobs.train("--stages", "8", *options, source=LIMITED)
     assert len(parted.metrics) == 2

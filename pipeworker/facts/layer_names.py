@@ -6,7 +6,8 @@ the layer's index and the same key: ``3.attention.weight``.
 
 A layer of a cut module may also have parameters outside of its unit. Its prefix is written as
 ``.model.layers.3..model.scale``, the names of the unit and of these parameters; a key has the whole
-name, as ``3.^.model.scale``.
+name, as ``3.^.model.scale``. A layer that calls a unit again has the number of the call in its
+prefix, as ``.cell@2``, and the same keys as the first.
 
 A job may rename what is in a layer of a list. Its prefix is then written as ``=0..wte..model.wte``:
 the name of the layer, and pairs of the beginning of a key and of the name in its place.
@@ -153,6 +154,16 @@ class LayerNames:
                 return index, _ROOT + name if is_cut else name[dot + 1 :]
             dot = name.rfind(".", 0, dot)
         return self._others[name], _ROOT + name
+
+    def is_first(self, index: int, key: str) -> bool:
+        """Return whether no earlier layer of a cut module has the same parameter or buffer.
+
+        Layers share a parameter outside of their units, and those of a unit that is called again.
+        The first of these layers saves it, since it has one name in the user's module.
+        """
+        if not self.prefixes[index].startswith(_MARK):
+            return True
+        return self.split(self.parameter(index, key))[0] == index
 
     def of_numbered(self, name: str) -> str:
         """Return the name in the user's module of a parameter named by its layer's index."""

@@ -93,13 +93,17 @@ class StageState:
                     layer.load_state_dict(filled, **({} if strict else {"strict": False}))
 
     def entries(self) -> dict[str, Any]:
-        """Return the entries of all state dicts, by their names in the whole module's."""
+        """Return the entries of all state dicts, by their names in the whole module's.
+
+        Each is returned by one stage: that of the first layer which has it.
+        """
         if not self.keeps_weights:
             return {}
         return {
             self.names.parameter(index, key): value
             for index, _, state in self.indexed()
             for key, value in state.items()
+            if self.names.is_first(index, key)
         }
 
     def frozen(self) -> set[str]:
@@ -128,16 +132,20 @@ class StageState:
             self.names.parameter(index, key): buffer
             for index, layer, state in self.indexed()
             for key, buffer in layer.named_buffers(remove_duplicate=False)
-            if key not in state
+            if key not in state and self.names.is_first(index, key)
         }
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return each parameter once, in model order, by the first of its names."""
-        found: dict[int, tuple[str, nn.Parameter]] = {}
+        found: dict[str, nn.Parameter] = {}
+        known: set[int] = set()
         for index, layer, _ in self.indexed():
             for key, parameter in layer.named_parameters():
-                found.setdefault(id(parameter), (self.names.parameter(index, key), parameter))
-        return dict(found.values())
+                if id(parameter) not in known:
+                    known.add(id(parameter))
+                    # Places of a tied weight may have one name: the optimizer has the first.
+                    found.setdefault(self.names.parameter(index, key), parameter)
+        return found
 
     def pack_updates(self, elsewhere: Collection[int], tensors: Tensors) -> list[dict[str, Any]]:
         """Return the states and groups of optimizers and the states of schedulers, as JSON.

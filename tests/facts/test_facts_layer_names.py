@@ -154,6 +154,18 @@ def test_the_names_of_a_cut_module() -> None:
     assert "blocks.1.mix" not in names
 
 
+def test_the_first_layer_owns_what_layers_of_a_cut_module_share() -> None:
+    names = LayerNames((".cell..scale", ".head..cell.weight", ".cell@2..scale"))
+    assert names.units == ("cell", "head", "cell@2")
+    assert names.is_first(0, "^.cell.weight")
+    assert names.is_first(0, "^.scale")
+    assert names.is_first(1, "^.head.bias")
+    assert not names.is_first(1, "^.cell.weight")
+    assert not names.is_first(2, "^.cell.weight")
+    assert not names.is_first(2, "^.scale")
+    assert LayerNames.numbered(2).is_first(1, "weight")
+
+
 def test_a_parameter_by_its_layers_index() -> None:
     assert split_numbered("3.attention.weight") == (3, "attention.weight")
     assert layer_of("12.weight") == 12

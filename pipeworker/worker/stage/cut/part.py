@@ -223,14 +223,13 @@ class Part(nn.Module):
     def __init__(self, cut: Cut, index: int, unit: nn.Module, outside: dict[str, Any]) -> None:
         super().__init__()
         self.__dict__.update(cut=cut, index=index)
-        path = cut.plan.names[index]
-        self._place(path, unit)
+        self._place(cut.plan.units[index], unit)
         for name, tensor in outside.items():
             self._place(name, tensor)
         self._resolve()
 
     def _resolve(self) -> None:
-        self.__dict__["unit"] = self.get_submodule(f"{ROOT}.{self.cut.plan.names[self.index]}")
+        self.__dict__["unit"] = self.get_submodule(f"{ROOT}.{plan_unit(self)}")
 
     def _place(self, path: str, value: Any) -> None:
         parent: nn.Module = self
@@ -266,9 +265,6 @@ class Part(nn.Module):
 
     def parameter(self, name: str) -> torch.Tensor:
         """Return a parameter or buffer of the user's module that this layer owns."""
-        own, plan = f"{plan_unit(self)}.", self.cut.plan
-        if name.startswith(own):
-            name = f"{plan.names[self.index]}.{name.removeprefix(own)}"
         folder, _, key = f"{ROOT}.{name}".rpartition(".")
         found: torch.Tensor = getattr(self.get_submodule(folder), key)
         return found
