@@ -165,6 +165,25 @@ def in_place(m: Any, x: torch.Tensor) -> Any:
     return m.l[2](hidden + other) + view.sum()
 
 
+def averaged(m: Any, x: torch.Tensor) -> Any:
+    hidden = m.l[0](x)
+    with torch.no_grad():
+        m.l[2].weight.mul_(0.9).add_(m.l[0].weight, alpha=0.1)
+    return m.l[2](hidden)
+
+
+def clamped(m: Any, x: torch.Tensor) -> Any:
+    m.l[0].weight.data.clamp_(-1, 1)
+    return m.l[0](x)
+
+
+def averaged_together(m: Any, x: torch.Tensor) -> Any:
+    hidden = m.l[0](x)
+    with torch.no_grad():
+        torch._foreach_lerp_(list(m.l[2].parameters()), list(m.l[0].parameters()), 0.1)
+    return m.l[2](hidden)
+
+
 def reshaped(m: Any, x: torch.Tensor) -> Any:
     hidden = m.l[0](x).clone()
     hidden.unsqueeze_(1)
@@ -213,6 +232,9 @@ def replaced(m: Any, x: torch.Tensor) -> Any:
         (statistics, "uses the buffer 'norm.running_mean' outside"),
         (filled_by_a_view, "fills a tensor that is a view or has one"),
         (in_place, "changes a tensor in place"),
+        (averaged, "changes the parameter 'l.2.weight'"),
+        (averaged_together, "changes the parameter 'l.2.weight'"),
+        (clamped, "changes the parameter 'l.0.weight'"),
         (reshaped, "calls unsqueeze_ on an activation"),
         (given, "calls a unit with a module"),
         (popped, "removes what is in a list"),

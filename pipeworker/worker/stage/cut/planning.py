@@ -95,6 +95,11 @@ class Planning:
         """
         self._units, self._isolation = units, isolation
         self._guards = Guards(module, [one.unit for one in units.values()])
+        self._owned = {
+            storage_key(parameter): self._parameters[id(parameter)]
+            for parameter in module.parameters()
+            if id(parameter) in self._parameters
+        }
         leaves, _ = flatten(batch, self._types)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._input = {id(tensor): place for place, tensor in enumerate(tensors)}
@@ -194,6 +199,9 @@ class Planning:
                 self._number([changed])
                 return None if name == "__setitem__" else changed
             self._note_change(changed)
+        elif changed is not None:  # the tensors of a list, as torch._foreach_mul_ changes them
+            for tensor in tensors_of(changed):
+                self._note_change(tensor)
         before = [version_of(tensor) for tensor in tensors]
         draws: list[Any] = []
         with observing(lambda called, *_: draws.append(called) if is_random(called) else None):
@@ -268,6 +276,12 @@ class Planning:
                 self._storages.setdefault(storage_key(tensor), set()).add(number)
 
     def _note_change(self, tensor: torch.Tensor) -> None:
+        if name := self._owned.get(storage_key(tensor)):
+            raise refused(
+                *self._here(),
+                f"changes the parameter {name!r}, of which each stage that uses it has a copy",
+                "change it in the optimizer's step(), or within the module that it belongs to",
+            )
         number = self._numbers.get(id(tensor))
         if number is not None and is_fake(tensor):
             self._changes.append((storage_key(tensor), self._at, line_of_the_user()))
