@@ -34,6 +34,7 @@ class MicroBatch:
 
         value, wants_grad: the stage's input, and for each of its distinct tensors whether it needs
             a gradient.
+        common: whether two of these tensors had elements in the same memory on the stage before.
         target: argument of the loss, on the last stage.
         arrived: tensors received over skip connections, by source stage, and whether each needs a
             gradient.
@@ -63,6 +64,7 @@ class MicroBatch:
     offload: bool = False
     value: Any = None
     wants_grad: Sequence[bool] = ()
+    common: bool = False
     target: Any = None
     arrived: Arrived = field(default_factory=dict)
     output: Any = None

@@ -255,7 +255,7 @@ class Stage:
             value, inside = pass_boundary(value, wants, self._phony, mb.boundary)
             if mb.split_backward:  # before a layer changes them in place
                 mb.edges = [get_gradient_edge(tensor) for tensor in inside]
-        value = self._layers.run(value, mb.number, phase)
+        value = self._run_layers(mb, value, phase)
         output, departing = (value, {}) if self.skips is None else value
         if self._loss is not None:
             self.tracker.set(Phase.LOSS, self._step, mb.number)
@@ -266,6 +266,20 @@ class Stage:
             return losses.record(mb, self.loss_of(output, mb.target))
         mb.outgoing, mb.departing = output, dict(departing)  # the graph keeps its own
         return value
+
+    def _run_layers(self, mb: MicroBatch, value: Any, phase: Phase, *, train: bool = True) -> Any:
+        """Run all layers; reject a change in place that another tensor of the input should show."""
+        if not mb.common:
+            return self._layers.run(value, mb.number, phase, train=train)
+        before = versions(value)
+        output = self._layers.run(value, mb.number, phase, train=train)
+        if versions(value) != before:
+            raise UsageError(
+                f"stage {self.index}: a layer changes a tensor of the stage's input in place, and "
+                f"layer {self.first - 1} returned another one in the same memory, which is apart "
+                f"from it here; have layer {self.first - 1} return a copy of one (clone())"
+            )
+        return output
 
     def _with_arrived(self, mb: MicroBatch, value: Any, arrived: Arrived) -> tuple[Any, list[bool]]:
         """Pair the input with the skip tensors that arrived, and list which need a gradient."""
@@ -284,7 +298,7 @@ class Stage:
         The number of `mb` counts through the whole evaluation pass.
         """
         value = mb.value if self.skips is None else self._with_arrived(mb, mb.value, mb.arrived)[0]
-        value = self._layers.run(value, mb.number, phase, train=False)
+        value = self._run_layers(mb, value, phase, train=False)
         output, departing = (value, {}) if self.skips is None else value
         if self._loss is not None:
             return output

@@ -20,7 +20,7 @@ from pipeworker.worker.stage.skips import StageSkips
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.stage.values import distinct_tensors, map_tensors
 from pipeworker.worker.transport.channel import Receiver, Sender
-from pipeworker.worker.transport.layout import aligned_copy
+from pipeworker.worker.transport.layout import aligned_copy, have_common_elements
 
 Handler = Callable[[int], None]
 """Performs an action for the micro-batch of a number."""
@@ -178,6 +178,9 @@ def local_transfer(edge: Edge, source: StageChannels, target: StageChannels) -> 
             wants_grad = [tensor.requires_grad for tensor in distinct_tensors(value)]
             # The target may work in place, also on memory that leaves the source in another value.
             change = aligned_copy if _shares_memory(mb, value) else torch.Tensor.detach
+            if edge.payload is Payload.ACTIVATION:
+                tensors = distinct_tensors(value)
+                target.microbatches[mb.number].common = have_common_elements(tensors)
             value = map_tensors(change, value)
         insert(target.microbatches[mb.number], value, wants_grad)
 
@@ -216,8 +219,10 @@ def receive_handler(edge: Edge, channels: StageChannels, receiver: Receiver) -> 
 
     def receive(m: int) -> None:
         tracker.wait(channels.step, m)
-        value = receiver.receive(m)
-        insert(channels.microbatches[m], value, receiver.wants_grad)
+        value, mb = receiver.receive(m), channels.microbatches[m]
+        insert(mb, value, receiver.wants_grad)
+        if edge.payload is Payload.ACTIVATION:
+            mb.common = receiver.common
 
     return receive
 

@@ -246,6 +246,8 @@ class Receiver(_End):
         (self._header_pending,) = self._control.receive([self._header_tensor], HEADER)
         self.wants_grad: Sequence[bool] = ()
         """Whether each distinct tensor of the value received last requires grad at the source."""
+        self.common = False
+        """Whether two of these tensors have elements in the same memory at the source."""
 
     def begin(self, signature: int | None, numbers: Sequence[int]) -> None:
         """Begin a step as the sender does, with values' numbers in the order of their receipt."""
@@ -287,6 +289,7 @@ class Receiver(_End):
     def _assemble(self, posted: _Posted) -> Any:
         layouts = posted.frame.tensors
         self.wants_grad = [layout.requires_grad for layout in layouts]
+        self.common = posted.frame.common
         tensors = posted.pool.tensors_in(layouts, posted.buffers)
         return frames.assemble(posted.frame, tensors, self._types)
 

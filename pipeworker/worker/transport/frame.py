@@ -26,6 +26,7 @@ from pipeworker.worker.transport.layout import (
     check_dense,
     extent_of,
     has_layout,
+    have_common_elements,
     layout_of,
 )
 from pipeworker.worker.transport.structure import LEAF, NO_TYPES, Encoded, Structure, TypeRegistry
@@ -45,6 +46,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _Numbers = Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=_MAX_DIMS)]
 _LayoutFields = tuple[_Numbers, _Numbers, str, bool, Annotated[int, Meta(ge=0, lt=ALIGNMENT)]]
 _Layouts = Annotated[tuple[_LayoutFields, ...], Meta(max_length=MAX_TENSORS)]
+_Header = tuple[Any, tuple[Any, ...], _Layouts, bool]
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,13 @@ class Frame:
     Attributes:
         leaves: for each leaf the index of its tensor, or its encoded plain value.
         tensors: the layouts of the distinct tensors.
+        common: whether two of these have elements in the same memory at the source.
     """
 
     structure: Structure
     leaves: tuple[int | Encoded, ...]
     tensors: tuple[Layout, ...]
+    common: bool = False
 
     @cached_property
     def dense(self) -> bool:
@@ -103,7 +107,8 @@ def describe(value: Any, types: TypeRegistry = NO_TYPES) -> tuple[Frame, list[to
     leaves, tensors, structure = _flatten(value, types)
     for tensor in tensors:
         check_dense(tensor)
-    return Frame(structure, leaves, tuple(map(layout_of, tensors))), tensors
+    common = have_common_elements(tensors)
+    return Frame(structure, leaves, tuple(map(layout_of, tensors)), common), tensors
 
 
 def _flatten(
@@ -138,6 +143,8 @@ def matches(frame: Frame, value: Any, types: TypeRegistry = NO_TYPES) -> list[to
         return [value] if has_layout(value, frame.tensors[0]) else None
     leaves, tensors, structure = _flatten(value, types)
     if structure != frame.structure or leaves != frame.leaves:
+        return None
+    if have_common_elements(tensors) is not frame.common:
         return None
     return tensors if all(map(has_layout, tensors, frame.tensors)) else None
 
@@ -174,7 +181,7 @@ def to_bytes(frame: Frame) -> bytes:
     if any(len(t.shape) > _MAX_DIMS for t in frame.tensors):
         raise cannot_pass(f"a tensor of more than {_MAX_DIMS} dimensions", "flatten some")
     try:
-        header: bytes = msgpack.packb((frame.structure, frame.leaves, tensors))
+        header: bytes = msgpack.packb((frame.structure, frame.leaves, tensors, frame.common))
     except (OverflowError, ValueError) as error:  # a number beyond 64 bits, half of a surrogate
         raise PipeworkerError(f"the output of a stage cannot be described: {error}") from error
     if len(header) > MAX_HEADER_BYTES:
@@ -198,7 +205,7 @@ def _decode(header: bytes, types: TypeRegistry) -> Frame:
     except Exception as error:  # msgpack raises ValueError, UnicodeDecodeError and its own types
         raise ProtocolError(f"not a frame's header: {type(error).__name__}") from error
     try:
-        structure, leaves, tensors = msgspec.convert(parts, tuple[Any, tuple[Any, ...], _Layouts])
+        structure, leaves, tensors, common = msgspec.convert(parts, _Header)
     except msgspec.ValidationError as error:
         raise ProtocolError(f"not a frame's header: {error}") from error
     if structures.count_leaves(structure, types) != len(leaves):
@@ -213,7 +220,7 @@ def _decode(header: bytes, types: TypeRegistry) -> Frame:
             count += leaf == count
     if count != len(tensors):
         raise ProtocolError("a frame's leaves are not its tensors")
-    return Frame(structure, leaves, tuple(starmap(_decode_layout, tensors)))
+    return Frame(structure, leaves, tuple(starmap(_decode_layout, tensors)), common)
 
 
 _decode_cached = lru_cache(64)(_decode)

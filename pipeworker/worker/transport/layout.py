@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
 from pipeworker.errors import PipeworkerError
+from pipeworker.worker.internals import storage_key
 
 ALIGNMENT = 64
 """Bytes: the alignment of the allocators, and the most that a kernel may depend on."""
@@ -105,6 +106,40 @@ def check_dense(tensor: torch.Tensor) -> None:
     """Raise PipeworkerError if a tensor has no layout: it is sparse, quantized, or the like."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise cannot_pass(f"a {tensor.layout} tensor", "make it dense first")
+
+
+def have_common_elements(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether two tensors have elements in the same memory, as a tensor and a view of it.
+
+    Two views of one tensor, such as its halves, need not have any.
+    """
+    groups: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(storage_key(tensor), []).append(tensor)
+    return len(groups) < len(tensors) and any(
+        _meet(tuple((t.element_size(), t.storage_offset(), t.shape, t.stride()) for t in group))
+        for group in groups.values()
+        if len(group) > 1
+    )
+
+
+@lru_cache(256)
+def _meet(views: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]) -> bool:
+    """Return whether views of a storage meet: item size, offset in items, shape and strides."""
+    if len({size for size, *_ in views}) > 1:
+        return True
+    ends = [
+        offset + sum(step * (count - 1) for step, count in zip(stride, shape, strict=True))
+        for _, offset, shape, stride in views
+    ]
+    first = min(offset for _, offset, *_ in views)
+    seen = torch.zeros(max(0, *ends) + 1 - first, dtype=torch.bool)
+    for _, offset, shape, stride in views:
+        elements = seen.as_strided(shape, stride, offset - first)
+        if elements.any():
+            return True
+        elements.fill_(True)
+    return False
 
 
 def extent_of(shape: Sequence[int], strides: Sequence[int]) -> int | None:

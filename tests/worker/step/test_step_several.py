@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import pipeworker
-from pipeworker.errors import SkipError
+from pipeworker.errors import SkipError, UsageError
 from pipeworker.facts.connections import Skip
 from pipeworker.plan.actions import Kind
 from pipeworker.plan.placement import Placement
@@ -361,6 +361,45 @@ def test_a_stashed_tensor_changed_in_place_by_the_same_stage_is_rejected() -> No
     )
     with pytest.raises(SkipError, match="changed in place after it was stashed"):
         pipeline.step(1, last=True)
+
+
+def with_views(of: Callable[[torch.Tensor], torch.Tensor], inplace: bool) -> list[nn.Module]:
+    """Return layers of which the second gets a tensor and another one made of it."""
+    torch.manual_seed(1)
+    return [
+        nn.Sequential(nn.Linear(6, 6), Layer(lambda h: (h, of(h)))),
+        Layer(lambda pair: (pair[0].add_(1) if inplace else pair[0] + 1)[:, :3] + pair[1]),
+        nn.Linear(3, 2),
+    ]
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+@pytest.mark.parametrize("placement", [Placement.identity(3), LOOPED], ids=str)
+@pytest.mark.parametrize(
+    ("of", "inplace"),
+    [
+        (lambda h: h[:, :3], True),
+        (lambda h: h[:, :3], False),
+        (lambda h: h[:, :3].clone(), True),
+    ],
+    ids=["changed view", "view", "changed copy"],
+)
+def test_a_change_that_a_view_on_another_stage_would_show_is_rejected(
+    placement: Placement, recompute: str, of: Callable[[torch.Tensor], torch.Tensor], inplace: bool
+) -> None:
+    batches = data(8, 8)
+    layers = with_views(of, inplace)
+    if placement is LOOPED:
+        layers.append(nn.Identity())
+    pipeline = Pipeline(
+        layers, mse, batches, filled(placement, recompute), microbatches=FOUR, limit=0.5
+    )
+    if inplace and of(torch.ones(2, 6))._base is not None:
+        with pytest.raises(UsageError, match="layer 0 returned another one in the same memory"):
+            pipeline.step(1, last=True)
+        return
+    expected = plain(with_views(of, inplace), mse, batches, FOUR)
+    assert_equal(pipeline.train(2), expected)
 
 
 @pytest.mark.parametrize("placement", [*PLACEMENTS.values(), TOGETHER], ids=str)

@@ -100,6 +100,34 @@ def test_a_tensor_keeps_its_elements_and_strides(tensor: torch.Tensor) -> None:
     assert arrived.stride() == tensor.stride()
 
 
+@given(st.data())
+def test_tensors_with_elements_in_the_same_memory_are_known(data: st.DataObject) -> None:
+    base = torch.zeros(6, 8)
+    views = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        part = base.t() if data.draw(st.booleans()) else base
+        for dim in range(2):
+            start, step = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 3))
+            part = part[(slice(None),) * dim + (slice(start, start + 4, step),)]
+        views.append(part)
+    for view in views:
+        base[:] = 0
+        view.add_(1)
+        touched = [bool(other.any()) for other in views if other is not view]
+        if any(touched):
+            assert layouts.have_common_elements(views)
+            return
+    assert not layouts.have_common_elements([*views, torch.zeros(3)])
+
+
+def test_halves_of_a_tensor_have_no_common_elements() -> None:
+    base = torch.zeros(4, 6)
+    assert not layouts.have_common_elements(base.chunk(2, dim=1))
+    assert not layouts.have_common_elements([base[:, ::2], base[:, 1::2], torch.zeros(0)])
+    assert layouts.have_common_elements([base, base[1:, 2]])
+    assert layouts.have_common_elements([base[0], base[0].view(torch.int32)])
+
+
 @given(laid_out())
 def test_only_distinct_elements_move(tensor: torch.Tensor) -> None:
     distinct = 1

@@ -261,7 +261,7 @@ for _ in range(MAX_DEPTH + 1):
 def test_an_invalid_structure_is_refused(structure: Any) -> None:
     for leaves in ([], [None], [None, None]):
         with pytest.raises(ProtocolError):
-            frames.from_bytes(msgpack.packb([structure, leaves, []]), TYPES)
+            frames.from_bytes(msgpack.packb([structure, leaves, [], False]), TYPES)
 
 
 @pytest.mark.parametrize(
@@ -276,10 +276,10 @@ def test_an_invalid_structure_is_refused(structure: Any) -> None:
 )
 def test_an_invalid_layout_is_refused(field: int, value: Any) -> None:
     good = LAYOUT.copy()
-    assert frames.from_bytes(msgpack.packb([0, [0], [good]])).tensors[0].plain
+    assert frames.from_bytes(msgpack.packb([0, [0], [good], False])).tensors[0].plain
     good[field] = value
     with pytest.raises(ProtocolError):
-        frames.from_bytes(msgpack.packb([0, [0], [good]]))
+        frames.from_bytes(msgpack.packb([0, [0], [good], False]))
 
 
 @pytest.mark.parametrize(
@@ -299,6 +299,8 @@ def test_an_invalid_layout_is_refused(field: int, value: Any) -> None:
     ids=lambda parts: str(parts)[:60],
 )
 def test_an_inconsistent_header_is_refused(parts: Any) -> None:
+    if isinstance(parts, list) and len(parts) == 3:
+        parts = [*parts, False]
     with pytest.raises(ProtocolError):
         frames.from_bytes(msgpack.packb(parts, strict_types=False))
 
