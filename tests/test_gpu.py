@@ -1,6 +1,10 @@
-"""The same promises on accelerators: tests that need a CUDA device."""
+"""The same promises on accelerators: tests that need one, most of any kind, some of CUDA."""
 
 from __future__ import annotations
+
+import json
+import os
+import signal
 
 import pytest
 import torch
@@ -8,22 +12,71 @@ import torch
 from pipeworker.worker.device.accelerator import accelerator_for
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.send_thread import SendThread
-from support.compare import assert_same
-from support.jobs import Jobs
+from support.compare import assert_same, plain_loop
+from support.jobs import Jobs, Run, until
 from support.mapped import between_processes
 from support.sources import DROPOUT_JOB, JOB
 from support.transport import MemoryLink
 
+_FOUND = torch.accelerator.current_accelerator(check_available=True)
+DEVICE = "" if _FOUND is None else _FOUND.type
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this host"),
+    pytest.mark.skipif(not DEVICE, reason="no accelerator on this host"),
 ]
+cuda = pytest.mark.skipif(DEVICE != "cuda", reason="no CUDA device on this host")
+WORDS = ("--microbatches", "4")  # --device auto
+
+
+def test_any_number_of_stages_computes_what_the_plain_loop_does_on_the_device(jobs: Jobs) -> None:
+    losses, weights, _ = plain_loop(jobs.write(JOB), microbatches=4, steps=6, device=DEVICE)
+    for stages in ("1", "2", "4"):
+        run = jobs.train("--stages", stages, *WORDS, source=JOB)
+        assert [row["loss"] for row in run.metrics] == losses
+        assert all(torch.equal(value, weights[name]) for name, value in run.weights.items())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_gives_the_same_bits(jobs: Jobs, precision: str) -> None:
+    words = (*WORDS, "--precision", precision, "--clip-grad-norm", "0.5")
+    base = jobs.train("--stages", "1", *words, source=DROPOUT_JOB)
+    for more in (("--recompute", "always"), ("--schedule", "1f1b", "--recompute", "never")):
+        assert_same(base, jobs.train("--stages", "2", *more, *words, source=DROPOUT_JOB))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zbv", "zb-h1", "dualpipev"])
+def test_any_schedule_gives_the_same_bits(jobs: Jobs, schedule: str) -> None:
+    base = jobs.train("--stages", "1", *WORDS, source=DROPOUT_JOB)
+    run = jobs.train("--stages", "2", "--schedule", schedule, *WORDS, source=DROPOUT_JOB)
+    assert_same(base, run)
+
+
+def test_replicas_give_the_same_bits(jobs: Jobs) -> None:
+    words = ("--replicas", "2", "--shard-optimizer", *WORDS)
+    one, two = (jobs.train("--stages", k, *words, source=JOB) for k in "12")
+    assert_same(one, two)
+
+
+def test_a_lost_worker_is_replaced_and_the_run_resumed(jobs: Jobs) -> None:
+    base = jobs.train("--stages", "1", *WORDS, source=DROPOUT_JOB)
+    slow = DROPOUT_JOB.replace("x = torch", "__import__('time').sleep(0.2)\n            x = torch")
+    words = ("--snapshot-every", "1", "--steps", "4", *WORDS)
+    process, path = jobs.start("--stages", "2", *words, source=slow)
+    rows = path / "metrics.jsonl"
+    until(lambda: rows.exists() and rows.read_bytes().count(b"\n") >= 2)
+    os.kill(json.loads((path / "plan.json").read_text())["stages"][1]["pid"], signal.SIGKILL)
+    _, stderr = process.communicate(timeout=90)
+    assert process.returncode == 0, stderr
+    assert Run(0, "", "", path).summary["restarts"] == 1
+    more = jobs.pipeworker("launch", "--resume", str(path), "--stages", "1", "--steps", "5")
+    assert more.returncode == 0, more.stderr
+    assert_same(base, Run(0, "", "", path))
 
 
 def test_stages_on_accelerators_give_the_same_bits(jobs: Jobs) -> None:
-    words = ("--microbatches", "4", "--steps", "6", "--device", "cuda")
+    words = ("--microbatches", "4", "--steps", "6")
     base = jobs.train("--stages", "1", *words, source=DROPOUT_JOB)
-    assert base.plan["stages"][0]["device"].startswith("cuda")
+    assert base.plan["stages"][0]["device"].startswith(DEVICE)
     for stages in ("2", "4"):
         for mode in ("always", "never", "offload"):
             more = ("--stages", stages, "--recompute", mode)
@@ -34,17 +87,19 @@ def test_stages_on_accelerators_give_the_same_bits(jobs: Jobs) -> None:
 
 
 def test_tensors_through_the_host_give_the_same_bits(jobs: Jobs) -> None:
-    words = ("--microbatches", "4", "--steps", "6", "--device", "cuda")
+    words = ("--microbatches", "4", "--steps", "6")
     base = jobs.train("--stages", "1", *words, source=DROPOUT_JOB)
     more = ("--stages", "3", "--backend", "gloo")
     assert_same(base, jobs.train(*more, *words, source=DROPOUT_JOB))
 
 
+@cuda
 def test_a_device_receives_tensors_from_another_process(jobs: Jobs) -> None:
     """Both processes share the device; test_transport_devices.py checks the same without CUDA."""
     between_processes(jobs, "cuda")
 
 
+@cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs two CUDA devices")
 def test_tensors_by_nccl_give_the_same_bits(jobs: Jobs) -> None:
     words = ("--microbatches", "4", "--steps", "6", "--device", "cuda", "--backend", "nccl")
@@ -52,6 +107,7 @@ def test_tensors_by_nccl_give_the_same_bits(jobs: Jobs) -> None:
     assert_same(base, jobs.train("--stages", "2", *words, source=DROPOUT_JOB))
 
 
+@cuda
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="each stage has a CUDA device of its own")
 def test_nccl_between_stages_that_share_a_device_is_an_error(jobs: Jobs) -> None:
     words = ("--stages", "2", "--device", "cuda", "--backend", "nccl", "--steps", "1")
@@ -60,6 +116,7 @@ def test_nccl_between_stages_that_share_a_device_is_an_error(jobs: Jobs) -> None
     assert "nccl: each worker needs an accelerator of its own" in failed.stderr
 
 
+@cuda
 def test_a_channel_through_the_host_waits_for_the_device() -> None:
     """It uses streams, events and pinned memory of the device; both ends are in this process."""
     accelerator = accelerator_for(torch.device("cuda", 0))
@@ -82,6 +139,7 @@ def test_a_channel_through_the_host_waits_for_the_device() -> None:
     assert [float(result) for result in results] == [float(n << 20) for n in range(48)]
 
 
+@cuda
 def test_compiled_layers_give_the_same_bits(jobs: Jobs) -> None:
     words = ("--microbatches", "4", "--steps", "3", "--device", "cuda", "--compile")
     base = jobs.train("--stages", "1", *words, source=DROPOUT_JOB, timeout=300)
@@ -114,30 +172,33 @@ LARGE = """
         while True:
             yield x, x
 """
-WORDS = ("--microbatches", "8", "--steps", "8", "--device", "cuda", "--deterministic")
+LARGE_WORDS = ("--microbatches", "8", "--steps", "8", "--device", "cuda", "--deterministic")
 
 
+@cuda
 def test_deterministic_jobs_give_the_same_bits(jobs: Jobs) -> None:
-    base = jobs.train("--stages", "1", *WORDS, source=LARGE)
+    base = jobs.train("--stages", "1", *LARGE_WORDS, source=LARGE)
     for stages in ("1", "2"):
-        assert_same(base, jobs.train("--stages", stages, *WORDS, source=LARGE))
+        assert_same(base, jobs.train("--stages", stages, *LARGE_WORDS, source=LARGE))
 
 
+@cuda
 @pytest.mark.parametrize("mode", ["always", "never", "offload"])
 def test_a_step_after_the_first_ones_allocates_no_memory_of_the_driver(
     jobs: Jobs, mode: str
 ) -> None:
-    run = jobs.train("--stages", "2", "--recompute", mode, *WORDS, source=LARGE)
+    run = jobs.train("--stages", "2", "--recompute", mode, *LARGE_WORDS, source=LARGE)
     for worker in ("worker-0", "worker-1"):
         logged = [line for line in run.log(worker).splitlines() if "driver" in line]
         layers = len(logged) // 8
         assert len(set(logged[3 * layers :])) == 1, logged
     if mode == "offload":
-        never = jobs.train("--stages", "2", "--recompute", "never", *WORDS, source=LARGE)
+        never = jobs.train("--stages", "2", "--recompute", "never", *LARGE_WORDS, source=LARGE)
         peaks = (one.summary["peak_memory_bytes"] for one in (run, never))
         assert all(less < more for less, more in zip(*peaks, strict=True))
 
 
+@cuda
 def test_more_stages_than_devices_share_them_with_a_warning(jobs: Jobs) -> None:
     stages = 2 * torch.cuda.device_count()
     words = ("--stages", str(stages), "--microbatches", "4", "--steps", "2", "--device", "cuda")
@@ -146,6 +207,7 @@ def test_more_stages_than_devices_share_them_with_a_warning(jobs: Jobs) -> None:
     assert " share cuda:0 on " in run.stderr
 
 
+@cuda
 def test_a_device_without_enough_memory_is_one_clear_error(jobs: Jobs) -> None:
     bound = "torch.cuda.set_per_process_memory_fraction(1e-3)\n\n    def model"
     source = JOB.replace("def model", bound)

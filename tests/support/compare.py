@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from pipeworker.record.checkpoint import Checkpoint, read_plain
 from pipeworker.record.json_state import unpack
@@ -21,9 +22,9 @@ _MEASURED = {"seconds", "samples_per_second", "bubble"}
 
 
 def plain_loop(
-    job_file: Path, *, microbatches: int, steps: int
+    job_file: Path, *, microbatches: int, steps: int, device: str = "cpu"
 ) -> tuple[list[float], dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """Run the documented plain loop; return losses, weights and optimizer state.
+    """Run the documented plain loop; return losses, weights and optimizer state, on the CPU.
 
     Schedulers are stepped if the job has several optimizers.
     """
@@ -34,7 +35,7 @@ def plain_loop(
     job = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(job)
     torch.manual_seed(0)
-    net = job.model()
+    net = job.model().to(device)
     optimizers = in_a_list(job.optimizer(list(net.parameters())))
     schedulers = job.scheduler(optimizers) if len(optimizers) > 1 else []
     losses = []
@@ -42,6 +43,7 @@ def plain_loop(
         net.zero_grad()
         total = 0.0
         count = min(microbatches, _size(x))
+        x, y = (tree_map_only(torch.Tensor, lambda t: t.to(device), one) for one in (x, y))
         for xm, ym in zip(_split(x, count), _split(y, count), strict=True):
             scaled = job.loss(net(xm), ym) * (_size(xm) / _size(x))
             scaled.backward()
@@ -50,7 +52,7 @@ def plain_loop(
             one.step()
         losses.append(total)
     state = [opt.state[p] for p in net.parameters() for opt in optimizers if p in opt.state]
-    return losses, net.state_dict(), state
+    return losses, net.cpu().state_dict(), state
 
 
 def _size(value: Any) -> int:
