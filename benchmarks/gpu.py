@@ -9,9 +9,10 @@
 ``launch``
     The same with layers of no size, which leaves the host's time for an action (60 us).
 ``modes``
-    Stages that share a GPU, or have one each, by recompute mode: time and peak memory relative to
-    those of one stage that keeps all activations. There is no peer: torch.distributed.pipelining
-    cannot share a GPU, because NCCL rejects it and gloo sends no tensors of a GPU.
+    Stages that share a GPU, or have one each, by recompute mode and schedule: time and peak memory
+    relative to those of one stage that keeps all activations. There is no peer, because
+    torch.distributed.pipelining cannot share a GPU: NCCL rejects it, and gloo sends no tensors of a
+    GPU.
 
 The last three run on the CPU as well, without a target.
 
@@ -19,6 +20,7 @@ The last three run on the CPU as well, without a target.
     python benchmarks/gpu.py alone [--device cpu] [--width 1024 --layers 24 --precision bf16]
     python benchmarks/gpu.py launch [--device cpu]
     python benchmarks/gpu.py modes [--device cpu] [--stages 1,2,4] [--modes never,always,offload]
+        [--schedules gpipe,1f1b,zbv]
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -203,34 +206,49 @@ def alone(args: argparse.Namespace, width: int, layers: int, length: int, sample
 def modes(args: argparse.Namespace) -> None:
     """Measure each mode with each number of stages, in turn in each round."""
     words = [str(n) for n in (args.width, args.layers, 4 * args.microbatches, args.length)]
-    cases = [(int(k), mode) for k in args.stages.split(",") for mode in args.modes.split(",")]
-    times: dict[tuple[int, str], list[float]] = {case: [] for case in cases}
-    peaks: dict[tuple[int, str], list[int]] = {}
+    stages = [int(k) for k in args.stages.split(",")]
+    schedules, found = args.schedules.split(","), args.modes.split(",")
+    cases = [  # one stage has one order
+        (k, mode, schedule)
+        for k, mode, schedule in product(stages, found, schedules)
+        if k > 1 or schedule == schedules[0]
+    ]
+    times: dict[tuple[int, str, str], list[float]] = {case: [] for case in cases}
+    peaks: dict[tuple[int, str, str], list[int]] = {}
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder, "job.py")
         job.write_text(JOB)
         for number in range(args.rounds):
-            for k, mode in cases:
-                run = Path(folder, f"{number}-{k}-{mode}")
-                seconds, peaks[k, mode] = launched(args, run, job, k, mode, words)
-                times[k, mode].append(seconds)
+            for case in cases:
+                k, mode, schedule = case
+                run = Path(folder, f"{number}-{k}-{mode}-{schedule}")
+                seconds, peaks[case] = launched(args, run, job, k, mode, words, schedule)
+                times[case].append(seconds)
     print(f"M={args.microbatches}, {args.device}, medians of {args.rounds} rounds")
-    for k, mode in cases:
-        took = [one / first for one, first in zip(times[k, mode], times[cases[0]], strict=True)]
+    for case in cases:
+        k, mode, schedule = case
+        took = [one / first for one, first in zip(times[case], times[cases[0]], strict=True)]
         print(
-            f"K={k} {mode:8} {statistics.median(times[k, mode]) * 1e3:9.2f} ms a step, "
-            f"{statistics.median(took):.3f} of the first; peak memory by stage "
-            f"{', '.join(f'{peak >> 20}' for peak in peaks[k, mode])} MiB, the most "
-            f"{max(peaks[k, mode]) / max(peaks[cases[0]]):.3f} of the first's"
+            f"K={k} {mode:8} {schedule:8} {statistics.median(times[case]) * 1e3:9.2f} ms a step, "
+            f"{statistics.median(took):.3f} of the first; peak memory by worker "
+            f"{', '.join(f'{peak >> 20}' for peak in peaks[case])} MiB, the most "
+            f"{max(peaks[case]) / max(peaks[cases[0]]):.3f} of the first's"
         )
 
 
 def launched(
-    args: argparse.Namespace, run: Path, job: Path, stages: int, mode: str, words: list[str]
+    args: argparse.Namespace,
+    run: Path,
+    job: Path,
+    stages: int,
+    mode: str,
+    words: list[str],
+    schedule: str = "gpipe",
 ) -> tuple[float, list[int]]:
-    """Run pipeworker; return the median seconds of a step, and the peak bytes by stage."""
+    """Run pipeworker; return the median seconds of a step, and the peak bytes by worker."""
     line = ["-m", "pipeworker", "launch", "--stages", str(stages), "--steps", str(args.steps)]
     line += ["--microbatches", str(args.microbatches), "--recompute", mode]
+    line += ["--schedule", schedule]
     line += ["--device", args.device, "--precision", args.precision]
     output([*line, "--run-dir", str(run), str(job), "--", *words])
     rows = [json.loads(row) for row in (run / "metrics.jsonl").open()]
@@ -262,6 +280,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--stages", default="1,2,4")
     parser.add_argument("--modes", default="never,always,offload")
+    parser.add_argument("--schedules", default="gpipe")
     args = parser.parse_args()
     if (args.what == "channel" or args.device == "cuda") and not torch.cuda.is_available():
         raise SystemExit("no GPU on this host: alone, launch and modes run with --device cpu")
