@@ -68,10 +68,12 @@ def devices_here(
     library = Path(torch.origin or "").parent / "lib" if torch else Path()
     built = any((library / f"libtorch_{kind}.so").exists() for kind in ("cuda", "hip"))
     here = {
+        "auto": True,
+        "cpu": True,
         "cuda": built and any((system / node).exists() for node in _NODES),
         "mps": machine == "darwin arm64",
     }
-    return tuple(name for name in DEVICES if here.get(name, True))
+    return tuple(name for name in DEVICES if here.get(name, False))
 
 
 def backends_here(devices: tuple[str, ...] | None = None) -> tuple[str, ...]:

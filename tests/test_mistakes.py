@@ -84,6 +84,15 @@ def test_a_wrong_argument_gets_one_line(tmp_path: Path) -> None:
     assert result.output == "error: b: unexpected; write `pipeworker show [OPTIONS] RUN`\n"
 
 
+def test_an_accelerator_that_the_host_lacks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Other hosts may have it, so a worker reports it."""
+    words = ("--stages", "2", "--device", "xpu")
+    assert launch(tmp_path, *words, str(tmp_path / "job.py")).exit_code == 2
+    assert "--device xpu: torch sees no XPU device on this host" in capfd.readouterr().err
+
+
 def test_a_backend_that_the_devices_lack(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Other hosts may have it, so a worker reports it."""
     words = ("--stages", "2", "--device", "cpu", "--backend", "nccl")

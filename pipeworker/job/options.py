@@ -22,8 +22,8 @@ from pipeworker.plan.partition import EVEN, block, check_entries
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import OFFLOAD, RECOMPUTE_MODES
 
-DEVICES = ("auto", "cpu", "cuda", "mps")
-"""``auto`` also uses accelerators of other kinds."""
+DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu")
+"""The types of torch's accelerators; ``auto`` also uses those of other backends."""
 BACKENDS = ("auto", "gloo", "nccl", "tls")
 CHECKPOINT_BUSY = ("skip", "wait")
 DATA_READERS = ("every", "first")

@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 import cli
 from launcher.options import backends_here, devices_here
+from pipeworker.job.options import DEVICES
 
 
 def run(*words: str, command: click.Command = cli.main) -> Result:
@@ -102,5 +103,6 @@ def test_a_device_is_offered_where_there_is_one(
     (tmp_path / "nvidiactl").unlink()
     assert devices_here(tmp_path) == ("auto", "cpu")
     assert devices_here(tmp_path, "darwin arm64") == ("auto", "cpu", "mps")
+    assert {"mps", "xpu"} < {*DEVICES}  # what another host may have is accepted
     assert backends_here(("auto", "cpu", "mps")) == ("auto", "gloo", "tls")
     assert backends_here(("auto", "cpu", "cuda")) == ("auto", "gloo", "nccl", "tls")
