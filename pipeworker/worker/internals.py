@@ -229,6 +229,23 @@ def storage_key(tensor: torch.Tensor) -> int:
     return key
 
 
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the dense tensors that hold a tensor's elements: itself, or the parts of a sparse one.
+
+    The public ``Tensor.indices`` and ``values`` reject a tensor that is not coalesced, as gradients
+    of embeddings are, and :meth:`coalesce` copies it.
+    """
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()  # as of MKL-DNN, whose memory torch does not show
+
+
 def loads_itself(module: nn.Module) -> bool:
     """Return whether a module overrides how its tensors are loaded, in code outside torch.
 

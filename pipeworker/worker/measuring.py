@@ -31,7 +31,7 @@ from pipeworker.worker.model.model import Model
 from pipeworker.worker.model.survey import Found, Survey, fresh_layer, unpack_outline
 from pipeworker.worker.profile.alike import name_of, surroundings
 from pipeworker.worker.profile.measure import LayerCall, Settings, measure_layer, measure_loss
-from pipeworker.worker.profile.meters import stopwatch_of_layers
+from pipeworker.worker.profile.meters import bytes_of, stopwatch_of_layers
 from pipeworker.worker.profile.outline import Drawing, with_loss
 from pipeworker.worker.profile.signature import ValueSignature
 from pipeworker.worker.stage import rng
@@ -54,7 +54,7 @@ def machine_of(device: torch.device, entries: Iterable[Any]) -> Machine:
     """Return what this worker computes on; `entries` are the layers that it holds by now."""
     if device.type == "cpu":
         tensors = {
-            id(tensor): tensor.nbytes
+            id(tensor): bytes_of(tensor)
             for entry in entries
             if isinstance(entry, nn.Module)
             for tensor in (*entry.parameters(), *entry.buffers())

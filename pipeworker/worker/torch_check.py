@@ -103,6 +103,14 @@ def _prefix_works() -> bool:
     return hooks[0] is None and callable(hooks[1])
 
 
+def _sparse_parts_work() -> bool:
+    x = torch.tensor([0.0, 2.0]).to_sparse()
+    x = torch.cat([x, x])  # marked as not coalesced
+    indices, values = internals.dense_parts(x)
+    shared = internals.storage_key(values) == internals.storage_key(internals.dense_parts(x)[1])
+    return shared and indices.tolist() == [[1, 3]] and _values(values) == [2, 2]
+
+
 def _version_works() -> bool:
     x = torch.zeros(2)
     before = internals.version_of(x)
@@ -316,6 +324,7 @@ BEHAVIOURS: dict[str, Callable[[], bool]] = {
     "torch.autograd.Variable._execution_engine": _engine_works,
     "torch._C._functions.AccumulateGrad": _accumulator_works,
     "torch.autograd.graph.Node._raw_saved_result": _prefix_works,
+    "torch.Tensor._indices, _values": _sparse_parts_work,
     "torch.Tensor._version": _version_works,
     "torch.Tensor._base": _base_works,
     "torch.nn.Module._buffers": _buffers_work,

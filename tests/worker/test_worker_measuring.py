@@ -214,6 +214,12 @@ def test_a_worker_describes_its_machine(tmp_path: Path) -> None:
     assert 0 < machine.base_bytes < machine.limit
 
 
+def test_a_layer_with_a_sparse_buffer_may_be_built_already() -> None:
+    layer = nn.Module()
+    layer.register_buffer("edges", torch.eye(3).to_sparse())
+    assert machine_of(torch.device("cpu"), [layer]).base_bytes > 0
+
+
 def test_layers_that_are_built_already_are_no_part_of_the_base() -> None:
     layer = nn.Linear(2000, 1000)
     cpu = torch.device("cpu")

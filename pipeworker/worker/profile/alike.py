@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from pipeworker.job.options import Options
+from pipeworker.worker.internals import dense_parts
 from pipeworker.worker.stage.cut.part import Part
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
@@ -54,7 +55,12 @@ def key_of(layer: nn.Module) -> str:
         for name, module in layer.named_modules()
     ]
     tensors = [
-        (name, tuple(tensor.shape), tensor.stride(), str(tensor.dtype), tensor.requires_grad)
+        (
+            name,
+            tuple(tensor.shape),
+            [(tuple(part.shape), part.stride(), str(part.dtype)) for part in dense_parts(tensor)],
+            tensor.requires_grad,
+        )
         for named in (layer.named_parameters(), layer.named_buffers())
         for name, tensor in named
     ]

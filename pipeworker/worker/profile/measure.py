@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -299,8 +300,17 @@ class _Measured:
 
     def _sizes(self) -> LayerFacts:
         """Run the layer for the first time, and return its sizes."""
+        sparse: list[nn.Parameter] = []
+
+        def note(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+            if gradient.layout is not torch.strided:
+                sparse.append(parameter)
+
+        handles = []
         for parameter in self._trained:  # later micro-batches add to a gradient
             parameter.grad = torch.zeros_like(parameter)
+            hook = partial(note, parameter)
+            handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
         mb = self._microbatch()
         inputs = [
             *distinct_tensors(mb.value),
@@ -325,7 +335,7 @@ class _Measured:
         found = LayerFacts(
             kind=type(self._layer).__name__,
             parameters=sum(parameter.numel() for parameter in self._parameters),
-            parameter_bytes=sum(tensor.nbytes for tensor in self._tensors),
+            parameter_bytes=bytes_of(self._tensors),
             gradient_bytes=sum(parameter.nbytes for parameter in self._trained),
             saved_output_bytes=saved.take(output),
             saved_input_bytes=saved.take(inputs),
@@ -341,6 +351,10 @@ class _Measured:
             with memory, nullcontext() if compiles else flops:
                 self._stage.backward(self._with_gradients(mb))
             working = max(working, memory.peak - start)
+        for handle in handles:
+            handle.remove()
+        for parameter in sparse:  # added to zeros, it would be dense
+            parameter.grad = None
         self._stage.end()
         return dataclasses.replace(found, working_bytes=max(0, working), flops=flops.count)
 

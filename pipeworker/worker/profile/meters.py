@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from typing_extensions import Self
 
 from pipeworker.worker.device.device import EventStopwatch, Stopwatch, stopwatch_for
-from pipeworker.worker.internals import observing, pytree, storage_key
+from pipeworker.worker.internals import dense_parts, observing, pytree, storage_key
 from pipeworker.worker.stage.values import distinct_tensors
 
 _QUEUE = "/proc/thread-self/schedstat"
@@ -122,7 +122,8 @@ class Operations(Flops):
     def know(self, tensors: Iterable[torch.Tensor]) -> None:
         """Leave the storages of some tensors out of the count."""
         for tensor in tensors:
-            self._storages.setdefault(storage_key(tensor), tensor)
+            for part in dense_parts(tensor):
+                self._storages.setdefault(storage_key(part), part)
 
     def restart(self) -> int:
         """Begin a new peak; return the bytes of the tensors that exist now."""
@@ -131,11 +132,12 @@ class Operations(Flops):
 
     def _observe(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], made: Any) -> bool:
         tensors = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+        parts = [part for tensor in tensors for part in dense_parts(tensor)]
         known = super()._observe(func, args, named, made)
         if not known and not func.is_view:
-            self.count += sum(tensor.numel() for tensor in tensors)
-        for tensor in tensors:
-            self._add(tensor)
+            self.count += sum(part.numel() for part in parts)
+        for part in parts:
+            self._add(part)
         return known
 
     def _add(self, tensor: torch.Tensor) -> None:
@@ -175,7 +177,7 @@ class SavedTensors:
         """Note what is saved inside the context."""
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            self._storages[storage_key(tensor)] = tensor.untyped_storage()
+            self._storages.update(_storages_of([tensor]))
             return tensor.detach()  # a saved output would else refer to its own graph
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -185,19 +187,25 @@ class SavedTensors:
         """Return how many saved bytes are those of some tensors; they are not counted again."""
         return sum(
             self._storages.pop(key).nbytes()
-            for key in set(map(storage_key, tensors))
+            for key in _storages_of(tensors)
             if key in self._storages
         )
 
     def rest(self, others: Iterable[torch.Tensor] = ()) -> int:
         """Return the saved bytes that were not taken, with those of some other tensors."""
-        all_of_them = {**self._storages, **{storage_key(t): t.untyped_storage() for t in others}}
+        all_of_them = {**self._storages, **_storages_of(others)}
         return sum(storage.nbytes() for storage in all_of_them.values())
+
+
+def _storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Return the storages of some tensors by their keys."""
+    parts = [part for tensor in tensors for part in dense_parts(tensor)]
+    return {storage_key(part): part.untyped_storage() for part in parts}
 
 
 def bytes_of(value: Any) -> int:
     """Return the bytes of the distinct tensors of a nested value."""
-    return sum(tensor.nbytes for tensor in distinct_tensors(value))
+    return sum(part.nbytes for tensor in distinct_tensors(value) for part in dense_parts(tensor))
 
 
 class Memory(Protocol):

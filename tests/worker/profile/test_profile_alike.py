@@ -46,12 +46,21 @@ def test_layers_that_differ_in_place_and_weights_are_alike() -> None:
         changed(lambda b: b.to(torch.bfloat16)),
         changed(lambda b: setattr(b, "activation", torch.tanh)),
         changed(lambda b: b.register_buffer("mask", torch.ones(9))),
+        changed(lambda b: b.register_buffer("mask", torch.ones(8).to_sparse())),
         changed(lambda b: b.add_module("more", nn.Dropout(0.5))),
         nn.Sequential(Block()),
     ],
 )
 def test_layers_that_may_cost_otherwise_are_unlike(other: nn.Module) -> None:
     assert alike.key_of(other) != alike.key_of(Block())
+
+
+def test_sparse_buffers_count_by_their_parts() -> None:
+    def key(*numbers: float) -> str:
+        mask = torch.tensor([numbers]).to_sparse_csr()
+        return alike.key_of(changed(lambda b: b.register_buffer("mask", mask)))
+
+    assert key(1, 0, 2) == key(0, 3, 4) != key(1, 2, 3)
 
 
 def test_settings_of_torchs_own_modules_count() -> None:

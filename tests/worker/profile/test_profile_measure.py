@@ -122,6 +122,31 @@ def test_a_first_layer_has_no_gradient_of_its_input() -> None:
     assert facts.passes_gradient
 
 
+def test_a_sparse_gradient_stays_sparse_for_its_optimizer() -> None:
+    job = replace(JOB, optimizer=lambda params: torch.optim.SparseAdam(list(params), lr=0.1))
+    layer, value = nn.Embedding(30, 8, sparse=True), torch.zeros(4, 5, dtype=torch.long)
+    facts = measured(layer, value, (False,), replace(SETTINGS, job=job))
+    assert facts.optimizer_bytes == 2 * facts.parameter_bytes == 2 * 4 * 30 * 8
+    assert facts.backward > 0.0
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_buffer_counts_with_its_indices(layout: torch.layout) -> None:
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("edges", torch.eye(6).to_sparse(layout=layout))
+
+        def forward(self, nodes: torch.Tensor) -> Any:
+            return torch.sparse.mm(self.edges, nodes)
+
+    facts = measured(Graph(), torch.randn(6, 5))
+    indices = 2 * 6 if layout is torch.sparse_coo else 7 + 6
+    assert facts.parameter_bytes == 8 * indices + 4 * 6
+    assert facts.output_bytes == 4 * 6 * 5
+    assert facts.backward > 0.0
+
+
 class Pair(nn.Module):
     """Takes and returns a dict; one tensor of it passes through."""
 
