@@ -6,6 +6,7 @@ import json
 import re
 import signal
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -145,6 +146,39 @@ def test_an_error_in_a_layer_names_the_layer(jobs: Jobs, words: tuple[str, ...])
     assert "layer 2 (Linear) raised RuntimeError: " in line
     assert "UserCodeError" not in line
     assert ("fake tensors" in line) is bool(words)
+
+
+PROBABILITIES = """
+class Autoencoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(8, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return torch.sigmoid(self.decoder(torch.relu(self.encoder(x.view(-1, 8)))))
+
+def model(): return Autoencoder()
+
+def loss(output, target):
+    return nn.functional.binary_cross_entropy(output, torch.ones_like(output))
+"""
+
+
+@pytest.mark.parametrize("words", [(), ("--no-profile",)])
+def test_a_loss_of_probabilities_is_planned(jobs: Jobs, words: tuple[str, ...]) -> None:
+    source = dedent(JOB) + PROBABILITIES
+    found = json.loads(planned(jobs, "--stages", "2", "--json", *words, source=source))
+    assert [stage["layers"] for stage in found["stages"]] == [[0, 1], [1, 2]]
+
+
+def test_a_loss_that_raises_is_named_and_the_layers_are_planned(jobs: Jobs) -> None:
+    broken = "\ndef loss(output, target): raise ValueError('no loss')\n"
+    job_file = jobs.write(dedent(JOB) + broken)
+    done = jobs.pipeworker("plan", "--stages", "2", "--json", str(job_file))
+    assert done.returncode == 0
+    text = "loss() cannot be measured, and the plan counts it as 0 s: loss() raised ValueError"
+    assert done.stderr == f"warning: {text}: no loss\n"
+    assert len(json.loads(done.stdout)["stages"]) == 2
 
 
 @pytest.mark.parametrize(

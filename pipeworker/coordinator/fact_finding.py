@@ -30,11 +30,6 @@ class FactFinding(Saving):
         """Draw the plan, and have the workers build their stages."""
         raise NotImplementedError
 
-    @property
-    def problem(self) -> str:
-        """Why the facts could not be found; "" if they were, or if that is unknown."""
-        return self._measuring.problem if self._measuring else ""
-
     def find_facts(self, now: float) -> list[Effect]:
         """Ask workers for the facts that are missing, or build if there are none."""
         described = [member.described for member in self.members if member.described]
@@ -52,6 +47,8 @@ class FactFinding(Saving):
         summary = measuring.summary(now - self._measured_since)
         lacks_facts = self.progress.facts is None and not self.options.plan_only
         effects: list[Effect] = [Warned(summary, note=True) if lacks_facts else Log(summary)]
+        if warning := measuring.warning:
+            effects.append(Warned(warning))
         if measuring.fresh:
             effects.append(KeepFacts(measuring.fresh))
         return [*effects, *self._make_plan()]
@@ -100,7 +97,7 @@ class FactFinding(Saving):
         """End a job that only finds the facts of the layers: record them in its plan."""
         facts = self.progress.facts
         if facts is None:
-            problem = self.problem or "they cannot be run on fake tensors"
+            problem = self._measuring.problem if self._measuring else "none were asked for"
             text = f"model(): its layers cannot be measured: {problem}; launch needs no plan"
             return self.fail(Failure(Cause.USAGE, text))
         content = {"facts": asdict(facts)}

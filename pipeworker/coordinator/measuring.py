@@ -41,7 +41,7 @@ class Measuring:
         slots: snapshots of each worker's state that its host keeps.
         frozen: the layers that have nothing to train, as all workers know.
         fresh: the facts that this job has measured, by digest.
-        problem: why there are no facts; "" if there are.
+        problem: why a kind could not be measured, or the network not be run; of several the last.
     """
 
     placement: Placement
@@ -126,12 +126,9 @@ class Measuring:
             return None
         found = [self.known.get(outline.kinds[number].digest) for number in outline.of_layer]
         layers = tuple(one for one in found if one is not None)
-        loss: LayerFacts | None = LayerFacts("loss")
-        if outline.loss >= 0:
-            loss = self.known.get(outline.kinds[outline.loss].digest)
-        if len(layers) < len(found) or loss is None:
+        if len(layers) < len(found):
             return None
-        self.problem = ""
+        loss = self._loss or LayerFacts("loss")
         ranks = [self.placement.rank_of(stages[0]) for stages in self.placement.held]
         first = self.placement.rank_of(0)
         on_host = not any(machine.unit for machine in self.machines)
@@ -162,6 +159,20 @@ class Measuring:
             frozen=self.frozen,
             device=names.pop() if len(names) == 1 else "",
         )
+
+    @property
+    def _loss(self) -> LayerFacts | None:
+        """The facts of the loss, if they are known."""
+        if self.outline is None or self.outline.loss < 0:
+            return None
+        return self.known.get(self.outline.kinds[self.outline.loss].digest)
+
+    @property
+    def warning(self) -> str:
+        """What to tell the user if the facts lack those of the loss; else ""."""
+        if self._loss is not None or self.facts() is None:
+            return ""
+        return f"loss() cannot be measured, and the plan counts it as 0 s: {self.problem}"
 
     def summary(self, seconds: float) -> str:
         """Return what was done, for the log."""

@@ -119,8 +119,6 @@ def measure(
         outline = bench.run_in_order() if request.in_order else None
         if outline is None:
             bench.measure(request.kinds, request.types)
-        elif outline.loss >= 0:
-            bench.measure([outline.kinds[outline.loss]], outline.types)
         reference = _reference(loaded.device, watch) if request.reference else 0.0
     if not options.compile and "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # graphs of layers that a user compiles depend on earlier calls
@@ -186,11 +184,19 @@ class _Bench:
         self._divide_time(len(model.entries))
         try:
             drawing = survey.in_order(self._input(), self._tracker, draw)
-            return _complete(drawing.outline(), drawing.output, self._loaded)
+            outline = _complete(drawing.outline(), drawing.output, self._loaded)
         except Exception as error:
             self.problem = self.problem or blame.problem(error)
             log.info("the network cannot be run: %s", self.problem)
             return None
+        self._divide_time(1)
+        loss, tensors = outline.kinds[outline.loss], distinct_tensors(drawing.last)
+        try:
+            facts = self._loss_facts(drawing.last, [tensor.requires_grad for tensor in tensors])
+            self.found[loss.digest] = facts
+        except Exception as error:
+            self._failed(loss, error)
+        return outline
 
     def _divide_time(self, count: int) -> None:
         """Divide the time for repeats among a number of kinds."""
@@ -210,9 +216,7 @@ class _Bench:
         signature = ValueSignature.unpack(kind.input)
         value = signature.make(registry, self._device, list(self._known()))
         if kind.layer == len(self._model.entries):
-            target = to_device(self._loaded.reader.peek().targets[0], self._device)
-            wants = signature.wants_grad
-            return measure_loss(value, wants, target, self._settings, self._watch)
+            return self._loss_facts(value, signature.wants_grad)
         popped: dict[str, tuple[torch.Tensor, bool]] = {}
         if kind.popped:
             skips = ValueSignature.unpack(kind.popped)
@@ -230,6 +234,11 @@ class _Bench:
             self._watch,
         )
 
+    def _loss_facts(self, output: Any, wants_grad: Sequence[bool]) -> LayerFacts:
+        self._tracker.set(Phase.MEASURING, layer=len(self._model.entries) - 1)
+        target = to_device(self._loaded.reader.peek().targets[0], self._device)
+        return measure_loss(output, wants_grad, target, self._settings, self._watch)
+
     def _input(self) -> Any:
         return to_device(self._loaded.reader.peek().inputs[0], self._device)
 
@@ -242,7 +251,8 @@ class _Bench:
     def _failed(self, kind: LayerKind, error: Exception) -> None:
         self.problem = blame.problem(error)
         if not isinstance(error, blame.UserCodeError):
-            self.problem = f"layer {kind.layer}: {self.problem}"
+            is_loss = kind.layer == len(self._model.entries)
+            self.problem = f"{'loss()' if is_loss else f'layer {kind.layer}'}: {self.problem}"
         log.info("cannot be measured: %s", self.problem)
 
 

@@ -137,7 +137,7 @@ def test_a_kind_that_raises_on_a_made_up_input_is_measured_in_order() -> None:
     found.close_round()
     assert found.requests() == {}
     assert found.facts() is not None
-    assert found.problem == ""
+    assert found.warning == ""
 
 
 @pytest.mark.parametrize("outline", [None, OUTLINE])
@@ -180,6 +180,23 @@ def test_seconds_are_those_of_the_worker_with_the_data() -> None:
     assert network.limits == (1500, 1500, 3000)
     assert network.base_bytes == 70
     assert (network.latency, network.seconds_per_byte) == (150e-6, 1e-9)
+
+
+def test_a_loss_that_cannot_be_measured_costs_nothing_and_the_layers_are_planned() -> None:
+    job = measured_job()
+    for rank in job.ranks:
+        (request,) = job.sent(rank, Measure)
+        own = [one for one in request.kinds if one.layer < len(LAYERS)]
+        found = tuple(facts(one.layer) for one in own)
+        job.receive(Measured(rank, tuple(one.digest for one in own), found, problem="loss(): no"))
+    assert job.sent(0, Measure)[-1] == Measure(in_order=True)  # with what the last layer returns
+    job.receive(Measured(0, outline=JOB_OUTLINE, problem="loss(): no"))
+    network = job.job.progress.facts
+    assert network is not None
+    assert network.loss == network.loss_saved_bytes == 0
+    assert [layer.forward for layer in network.layers] == [1.0] * len(LAYERS)
+    (warned,) = of(job.effects, Warned)
+    assert warned.text == "loss() cannot be measured, and the plan counts it as 0 s: loss(): no"
 
 
 def test_the_loss_has_bytes_too() -> None:

@@ -207,6 +207,35 @@ def test_a_network_that_raises_has_no_outline(tmp_path: Path) -> None:
     assert [one.kind for one in measured.facts] == ["Linear", "Block"]
 
 
+PROBABILITIES = """
+def model():
+    return nn.Sequential(nn.Linear(4, 3), nn.Sigmoid())
+
+def loss(output, target):
+    SOMETHING
+    return nn.functional.binary_cross_entropy(output, torch.eye(3)[target])
+"""
+
+
+def test_a_loss_gets_what_the_last_layer_returns(tmp_path: Path) -> None:
+    measurer = Measurer(tmp_path, JOB + PROBABILITIES)
+    first = measurer.measure(in_order=True)
+    loss = outline_of(first).kinds[-1]
+    assert loss.digest in first.digests
+    assert first.problem == ""
+    made_up = measurer.measure(loss)
+    assert made_up.digests == ()
+    assert made_up.problem.startswith("loss() raised RuntimeError: all elements of input should")
+
+
+def test_a_loss_that_raises_leaves_the_layers_their_facts(tmp_path: Path) -> None:
+    text = JOB + PROBABILITIES.replace("SOMETHING", "raise ValueError('no loss')")
+    measured = Measurer(tmp_path, text).measure(in_order=True)
+    assert outline_of(measured).of_layer == (0, 1)
+    assert [one.kind for one in measured.facts] == ["Linear", "Sigmoid"]
+    assert measured.problem == "loss() raised ValueError: no loss"
+
+
 def test_a_worker_describes_its_machine(tmp_path: Path) -> None:
     machine = Measurer(tmp_path).described.machine
     assert machine is not None

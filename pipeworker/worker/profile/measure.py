@@ -25,6 +25,7 @@ from torch import nn
 from pipeworker.facts.layer_facts import LayerFacts
 from pipeworker.host.position import Tracker
 from pipeworker.job.file import JobFile
+from pipeworker.worker import blame
 from pipeworker.worker.device.device import Stopwatch
 from pipeworker.worker.internals import engine
 from pipeworker.worker.profile.heap import lost_bytes
@@ -128,7 +129,8 @@ def measure_loss(
     """Return the facts of the loss of one micro-batch; its seconds are forward and backward.
 
     Raises:
-        Exception: whatever the loss raises.
+        UserCodeError: the loss raised.
+        Exception: whatever its backward raises.
     """
     wanted = dict(zip(map(id, distinct_tensors(output)), wants_grad, strict=True))
     output = map_tensors(
@@ -138,7 +140,7 @@ def measure_loss(
     context = autocast(settings.device.type, settings.precision) or nullcontext()
 
     def forward() -> torch.Tensor:
-        with context:
+        with context, blame.user_code("loss()"):
             return losses.parts(settings.job.loss(output, target))[0]
 
     def backward(root: torch.Tensor) -> None:

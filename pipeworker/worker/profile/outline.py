@@ -41,7 +41,8 @@ class Drawing:
         examine: called once for each kind.
         reuses: whether a layer that is like an earlier one is not called: on fake tensors its
             output is that of the earlier one.
-        output: the packed signature of the output of the last layer called.
+        last: the output of the last layer called, without its graph.
+        output: its packed signature.
     """
 
     table: Recorder
@@ -52,6 +53,7 @@ class Drawing:
     ties: Sequence[Tie] = ()
     examine: Examine | None = None
     reuses: bool = True
+    last: Any = None
     output: bytes = b""
     _kinds: list[LayerKind] = field(default_factory=list)
     _of_layer: list[int] = field(default_factory=list)
@@ -98,6 +100,9 @@ class Drawing:
             self._note_skips(index)
         self._of_layer.append(self._numbers[found])
         self.output = self._signature(output).pack()
+        self.last = map_tensors(
+            lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), output
+        )
         return output
 
     def outline(self) -> Outline:
@@ -129,8 +134,8 @@ class Drawing:
         kind = LayerKind(found, index, signature.pack(), packed, stashed, uses_skips)
         if self.examine is None:
             return kind
-        wanted = {name: (t.detach(), t.requires_grad) for name, t in popped.items()}
-        value = map_tensors(lambda tensor: tensor.detach(), value)
+        wanted = {name: (_without_graph(t), t.requires_grad) for name, t in popped.items()}
+        value = map_tensors(_without_graph, value)
         call = LayerCall(index, value, signature.wants_grad, wanted, stashed, uses_skips)
         return self.examine(kind, layer, call)
 
@@ -147,6 +152,14 @@ class Drawing:
         if firsts:
             sizes = {name: parameter.nbytes for name, parameter in layer.named_parameters()}
             self._tied.update({name: sizes.get(split_numbered(name)[1], 0) for name in firsts})
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without its graph.
+
+    In a pass on fake tensors the input of a cut module is real, and a detached one would not be.
+    """
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def with_loss(outline: Outline, output: bytes, target: Any, samples: int) -> Outline:
