@@ -35,6 +35,7 @@ class LayerFacts:
         deferred_bytes: bytes of gradients that a split backward keeps from its first part to its
             second one.
         output_bytes: bytes of the value that it passes to the next layer.
+        splits: whether its backward can be run in two parts.
         passes_gradient: whether its output requires a gradient, in a network up to this layer.
         flops: floating-point operations of a forward and a backward, as torch counts them: of
             products of matrices and convolutions. 0 if they are not counted, as of compiled layers.
@@ -56,6 +57,7 @@ class LayerFacts:
     working_bytes: int = 0
     deferred_bytes: int = 0
     output_bytes: int = 0
+    splits: bool = True
     passes_gradient: bool = True
     flops: int = 0
 

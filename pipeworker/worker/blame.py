@@ -39,12 +39,14 @@ _USE_FEWER_THREADS = (
     "; the system grants no more threads or processes: raise the limit (ulimit -u, pids.max of the "
     "cgroup) or start fewer workers on this host"
 )
+_NO_HOOKS = "saved tensor hooks"
+"""Part of torch's RuntimeErrors for hooks on saved tensors inside ``torch.func``."""
 _ADVICE = {
     "does not have a deterministic implementation": (
         "\n  --deterministic: use another operation in the layer, or leave out --deterministic "
         "(docs/networks.md explains its purpose)"
     ),
-    "saved tensor hooks": (
+    _NO_HOOKS: (
         "\n  --recompute offload: the layer does not support the hooks that move saved tensors; "
         "choose another mode"
     ),
@@ -202,6 +204,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and _CPU_MEMORY in str(error)
     )
+
+
+def rejects_hooks(error: UserCodeError) -> bool:
+    """Return whether code raised because there were hooks on saved tensors around it."""
+    return isinstance(error.error, RuntimeError) and _NO_HOOKS in str(error.error)
 
 
 def _is_out_of_threads(error: BaseException) -> bool:

@@ -81,12 +81,12 @@ def surroundings_of(loaded: LoadedWorker) -> str:
 
 
 def outline_of(found: Found, loaded: LoadedWorker) -> tuple[Outline | None, str]:
-    """Return the outline that a survey on fake tensors has drawn, or why it has not."""
-    problem = str(found.get("error", ""))
+    """Return the outline that a survey on fake tensors has drawn, and why that or counts lack."""
+    problem = str(found.get("error", found.get("uncounted", "")))
     if "outline" in found:
         try:
             outline = unpack_outline(bytes.fromhex(found["outline"]))
-            return _complete(outline, bytes.fromhex(found["output"]), loaded), ""
+            return _complete(outline, bytes.fromhex(found["output"]), loaded), problem
         except PipeworkerError as error:
             problem = str(error)
     log.info("no outline of the network: %s", problem or "it was not surveyed")

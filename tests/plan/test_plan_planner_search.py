@@ -152,6 +152,16 @@ def test_a_fixed_recompute_mode_holds_for_every_order() -> None:
     assert any(a.kind is Kind.RECOMPUTE for actions in found.schedule.workers for a in actions)
 
 
+def test_a_layer_whose_backward_cannot_be_split_gets_an_order_that_splits_none() -> None:
+    facts = network([layer(), layer(splits=False), *[layer()] * 4])
+    found = search(facts, 2, 4, orders=KNOWN)
+    assert not any(
+        a.kind is Kind.BACKWARD_INPUT for actions in found.schedule.workers for a in actions
+    )
+    with pytest.raises(UsageError, match=r"--schedule zb-h1: the backward of layer 1 \(Linear\)"):
+        plan_order(facts, resolve("zb-h1"), Placement.identity(2), 4)
+
+
 def test_nothing_that_fits_is_an_error_with_the_least_that_lacks() -> None:
     facts = network([layer(parameter_bytes=100)] * 4, 10, 2)
     with pytest.raises(UsageError, match="does not fit into the memory"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from pipeworker.errors import UsageError
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.plan import text
 from pipeworker.plan.check import check
@@ -40,10 +41,17 @@ def plan_order(
         strict: whether the plan must fit into the memory, if anything of it is chosen.
 
     Raises:
-        UsageError: nothing fits although it must, or there are more stages than layers.
+        UsageError: nothing fits although it must, there are more stages than layers, or a backward
+            cannot be split as the order requires.
     """
     count = len(block(microbatches, placement.replicas, 0))
     divisions = Divisions(facts, order, placement.copies(1), count, recompute)
+    if divisions.unsplit is not None:
+        kind = facts.layers[divisions.unsplit].kind
+        raise UsageError(
+            f"--schedule {order.name}: the backward of layer {divisions.unsplit} ({kind}) cannot "
+            "be split (a checkpoint with use_reentrant=True?); use 1f1b"
+        )
     chosen = balance is None
     if balance is None:
         found = search_balance(divisions)

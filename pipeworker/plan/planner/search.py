@@ -91,6 +91,8 @@ def search(
         if placement.stages <= len(facts.layers):
             modes = () if recompute == "auto" else (recompute,) * placement.stages
             divisions = Divisions(facts, order, placement, count, modes)
+            if divisions.unsplit is not None:
+                continue
             judged = search_balance(divisions, _NODES)
             known.append(_Found(divisions, judged, len(known)))
     known.sort(key=_rank)
@@ -101,7 +103,8 @@ def search(
         why = [f"schedule {best.name}: lacks the least memory"]
         return planned(best.divisions, best.judged, best.divisions.placement.copies(replicas), why)
     fitting = [found for found in known if not found.judged.excess]
-    made: _Found | None = min(_made(fitting), key=_rank, default=None)
+    splits = all(layer.splits for layer in facts.layers)  # as all orders that are made do
+    made: _Found | None = min(_made(fitting), key=_rank, default=None) if splits else None
     if made is not None and made.judged.seconds < best.judged.seconds * (1 - _SAME):
         improved = search_balance(made.divisions, _NODES)
         fitting = [_Found(made.divisions, min(improved, made.judged), made.number), *fitting]

@@ -90,6 +90,9 @@ class Divisions:
         )
         """Whether the order depends on what is recomputed: where backwards are split, the weight
         part of a recomputed micro-batch is not deferred."""
+        whole = [index for index, layer in enumerate(facts.layers) if not layer.splits]
+        self.unsplit = whole[0] if self.splits and whole else None
+        """The first layer whose backward the order splits and which cannot be split, if any."""
         self._split_moments: dict[tuple[str, ...], list[Moments]] = {}
         first = StepGraph(schedule, handles=facts.handling > 0)
         self._graphs: dict[tuple[Pairs, Pairs, tuple[str, ...], tuple[int, ...]], StepGraph] = {

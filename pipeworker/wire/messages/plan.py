@@ -43,7 +43,8 @@ class Described:
             layers are wanted and they could be run on fake tensors.
         machine: what the worker computes on, if facts are wanted.
         frozen: the layers that have nothing to train, ascending.
-        problem: why the network could not be run on fake tensors, if it has no outline.
+        problem: why the network could not be run on fake tensors, if it has no outline, or why the
+            operations of a layer could not be counted.
     """
 
     rank: int

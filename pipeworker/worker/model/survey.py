@@ -47,7 +47,8 @@ log = logging.getLogger(__name__)
 Found = dict[str, Any]
 """By layer its class and its stashes and pops, as ``classes`` and ``events``; or an ``error``.
 
-It may have the ``outline`` of the network, packed, and the signature of its ``output``.
+It may have the ``outline`` of the network, packed, the signature of its ``output``, and as
+``uncounted`` why the operations of a layer are not counted.
 """
 Draw = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Drawing]
 """Begins an outline, from the tensors of the network's input and those that stand for them."""

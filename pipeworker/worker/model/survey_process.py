@@ -117,11 +117,13 @@ def _survey(path: Path, text: Any, connection: Connection) -> Found:
     )
     if not surroundings:
         return survey.on_fakes(value)
-    count = counting(job, options) if options.no_profile else None
+    problems: list[str] = []
+    count = counting(job, options, problems) if options.no_profile else None
     recorder = Recorder()
-    return survey.on_fakes(
+    found = survey.on_fakes(
         value,
         lambda values, stand_ins: Drawing(
             recorder, values, stand_ins, types, surroundings, ties, count
         ),
     )
+    return {**found, "uncounted": problems[0]} if problems else found

@@ -236,7 +236,7 @@ class _Measured:
         wholes: list[float] = []
         firsts: list[float] = []
         end = perf_counter() + self._settings.budget
-        while not forwards or (len(wholes) < self._settings.repeats and perf_counter() < end):
+        while not wholes or (len(wholes) < self._settings.repeats and perf_counter() < end):
             mb = self._microbatch(split=slow and splits)
             forwards.append(self._timed(stage.forward, mb))
             if not self._gradients:
@@ -248,8 +248,13 @@ class _Measured:
                 if not slow:
                     mb = self._microbatch(split=True)
                     forwards.append(self._timed(stage.forward, mb))
-                with self._keeps(mb) if slow else nullcontext():
-                    firsts.append(self._timed(stage.backward_input, self._with_gradients(mb)))
+                try:
+                    with self._keeps(mb) if slow else nullcontext():
+                        firsts.append(self._timed(stage.backward_input, self._with_gradients(mb)))
+                except blame.UserCodeError as error:  # a whole one has raised nothing
+                    log.info("the backward cannot be split: %s", error)
+                    splits, found = False, dataclasses.replace(found, splits=False)
+                    continue
                 second = self._timed(stage.backward_weight, mb)
                 if slow:
                     wholes.append(firsts[-1] + second)
@@ -323,12 +328,23 @@ class _Measured:
         memory = memory_meter(self._settings.device, compiles=compiles)
         memory.know([*self._tensors, *inputs, *gradients])
         saved, before, flops = SavedTensors(), versions(inputs), Flops()
-        memory.restart()
-        with memory, saved.active(), nullcontext() if compiles else flops:
-            self._stage.forward(mb)
+        start, has_hooks = memory.restart(), True
+        try:
+            with memory, saved.active(), nullcontext() if compiles else flops:
+                self._stage.forward(mb)
+        except blame.UserCodeError as error:
+            if not blame.rejects_hooks(error):
+                raise
+            has_hooks = False
+        if not has_hooks:
+            saved, flops, mb = SavedTensors(), Flops(), self._microbatch()
+            start = memory.restart()
+            with memory, nullcontext() if compiles else flops:
+                self._stage.forward(mb)
         self._changes_input = versions(inputs) != before
         most = memory.peak
-        working = most - memory.restart()
+        made = memory.restart() - start
+        working = most - start - made
         output, departing = distinct_tensors(mb.outgoing), [*mb.departing.values()]
         roots = [t for t in (*output, *departing) if t is not None and t.requires_grad]
         self._of_value = sum(tensor.requires_grad for tensor in output)
@@ -341,12 +357,13 @@ class _Measured:
             gradient_bytes=sum(parameter.nbytes for parameter in self._trained),
             saved_output_bytes=saved.take(output),
             saved_input_bytes=saved.take(inputs),
-            saved_bytes=saved.rest(),
+            saved_bytes=saved.rest() if has_hooks else max(0, made - bytes_of(output)),
             output_bytes=bytes_of(mb.outgoing),
             passes_gradient=self._of_value > 0,
         )
-        self._kept_bytes = saved.rest(t for t in (*output, *departing) if t is not None)
-        del saved, output, departing, roots
+        leaves = [t for t in (*output, *departing) if t is not None]
+        self._kept_bytes = saved.rest(leaves) if has_hooks else max(0, made)
+        del saved, output, departing, roots, leaves
         if self._gradients:
             memory.know(self._gradients)
             start = memory.restart()

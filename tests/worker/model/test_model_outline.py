@@ -220,7 +220,7 @@ JOB = JobFile(
 
 @pytest.mark.parametrize(("layers", "value"), [(LANGUAGE, IDS), (UNET, torch.zeros(1, 2, 8, 8))])
 def test_operations_are_counted_on_fake_tensors(layers: Layers, value: Any) -> None:
-    count = counting(JOB, Options("job.py", 1, 1))
+    count = counting(JOB, Options("job.py", 1, 1), [])
     outline = outlined(layers, value, drawer((), count))
     assert outline.of_layer == outlined(layers, value).of_layer
     for kind in outline.kinds:
@@ -234,3 +234,46 @@ def test_operations_are_counted_on_fake_tensors(layers: Layers, value: Any) -> N
         assert 2 * product < block.backward < 3.5 * product
         assert block.gradient_bytes == 4 * (64 + 8)
         assert 2 * block.gradient_bytes <= block.optimizer_bytes <= 2.1 * block.gradient_bytes
+
+
+class Clipped(torch.autograd.Function):
+    """Its backward needs the numbers of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * (2 if gradient.abs().max() < 1 else 1)
+
+
+class Clipping(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Clipped.apply(super().forward(x))  # type: ignore[no-untyped-call]
+
+
+def test_a_backward_that_needs_numbers_counts_by_the_forward() -> None:
+    problems: list[str] = []
+    count = counting(JOB, Options("job.py", 1, 1), problems)
+    layers = [nn.Linear(8, 8), Clipping(8, 8)]
+    plain, clipping = outlined(layers, torch.zeros(6, 8), drawer((), count)).kinds
+    assert plain.counted
+    assert clipping.counted
+    product = 2 * 6 * 8 * 8
+    assert product < clipping.counted.forward < 1.5 * product
+    assert clipping.counted.backward == 2 * clipping.counted.forward
+    assert clipping.counted.gradient_bytes == plain.counted.gradient_bytes == 4 * (64 + 8)
+    assert problems == []
+
+
+def test_the_reason_is_kept_why_a_layer_cannot_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise ValueError("no counts")
+
+    monkeypatch.setattr("pipeworker.worker.profile.counts.measure_layer", fails)
+    problems: list[str] = []
+    count = counting(JOB, Options("job.py", 1, 1), problems)
+    (kind,) = outlined([nn.Linear(8, 8)], torch.zeros(6, 8), drawer((), count)).kinds
+    assert kind.counted is None
+    assert problems == ["layer 0: ValueError: no counts"]

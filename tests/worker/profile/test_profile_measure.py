@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import pipeworker
@@ -358,6 +359,45 @@ def test_a_split_backward_keeps_gradients_of_inner_layers() -> None:
     layers = nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 50))
     facts = measured(layers, torch.randn(8, 30))
     assert facts.deferred_bytes == 4 * 8 * 40  # the output's gradient was received
+
+
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.linear, x, use_reentrant=True) + self.linear(x)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_backward_that_cannot_be_split_is_measured_as_a_whole(
+    slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "_SLOW", 0.0 if slow else 10.0)
+    facts = measured(Reentrant(), torch.randn(4, 8))
+    assert not facts.splits
+    assert facts.backward == facts.backward_input > 0.0
+    assert measured(nn.Linear(8, 8), torch.randn(4, 8)).splits
+
+
+class Gradients(nn.Module):
+    """Uses torch.func, which rejects hooks on saved tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        slopes: torch.Tensor = torch.func.grad(lambda z: self.linear(z).tanh().sum())(x)
+        return slopes + torch.tanh(x)
+
+
+def test_a_layer_that_rejects_hooks_is_measured_by_the_memory_that_grows() -> None:
+    facts = measured(Gradients(), torch.randn(50, 8))
+    assert facts.backward > 0.0
+    assert facts.saved_bytes >= 4 * 50 * 8  # of both functions
+    assert facts.output_bytes == 4 * 50 * 8
 
 
 def test_what_the_allocator_loses_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
