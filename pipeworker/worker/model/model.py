@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from pipeworker.errors import ProtocolError, UsageError, a_type
 from pipeworker.facts.connections import Tie
@@ -24,6 +23,7 @@ from pipeworker.wire.messages.plan import StageRange
 from pipeworker.worker import blame
 from pipeworker.worker.internals import is_fake
 from pipeworker.worker.model.eval_mode import eval_mode_note
+from pipeworker.worker.model.lazy import reject_lazy_layer, reject_lazy_module
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.cut import building
 from pipeworker.worker.stage.cut.part import Cut
@@ -79,6 +79,9 @@ class Model:
         self._layers = list(named)
         self._renamed = {name for name in job.names if "." in name}
         self._declared = job.tied
+        for index, entry in enumerate(self.entries):
+            if isinstance(entry, nn.Module):
+                reject_lazy_layer(entry, index)
 
     def _names_of(self, job: JobFile, layers: list[str]) -> LayerNames:
         if job.names and self.cut is not None:
@@ -121,6 +124,7 @@ class Model:
         """Return the layers of a module that is no sequence."""
         if self._plan_of is None:
             raise UsageError(f"model() returned {a_type(module)}; return a list of layers")
+        reject_lazy_module(module)
         plan, types = self._plan_of(module)
         self.cut, self._module = Cut(module, types, self._device, plan), module
         return self.cut.parts_of(module)
@@ -213,7 +217,7 @@ class Model:
         digest = 0
         for entry in self.entries:
             for parameter in entry.parameters() if isinstance(entry, nn.Module) else ():
-                if not (parameter.is_meta or is_lazy(parameter) or is_fake(parameter)):
+                if not (parameter.is_meta or is_fake(parameter)):
                     some = parameter.detach().reshape(-1)[:_DIGESTED].cpu()
                     digest = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), digest)
         return digest
@@ -243,7 +247,6 @@ class Model:
             built = dict(enumerate(layers, part.first))
             ties = Ties(part.stage, tied, built, lambda i: self._build(i, (), None), local_stages)
         _check_apart(layers, part.first)
-        _check_sizes(layers, part.first)
         return layers, ties
 
     def _build(self, index: int, tied: Sequence[str], device: torch.device | None) -> nn.Module:
@@ -256,6 +259,7 @@ class Model:
                 seed = rng.build_seed(self._seed, index)
                 rng.seed_all(seed, rng.accelerator_generator(self._device))
                 built = job_file.build(entry, index)
+                reject_lazy_layer(built, index)
             elif tied:
                 built = separate(entry, [split_numbered(name)[1] for name in tied])
             else:
@@ -279,16 +283,6 @@ def _hint(error: BaseException) -> str:
     if isinstance(error, TypeError) and "is not a Module subclass" in str(error):
         return "layers are instances: nn.ReLU(), neither nn.ReLU nor torch.relu"
     return ""
-
-
-def _check_sizes(layers: Sequence[nn.Module], first: int) -> None:
-    """Reject lazy layers: before their first input an optimizer finds no parameters in them."""
-    for index, layer in enumerate(layers, first):
-        if any(map(is_lazy, (*layer.parameters(), *layer.buffers()))):
-            named = blame.layer(index, blame.kind_of(layer))
-            raise UsageError(
-                f"{named}: has parameters without sizes; pass the sizes when you build it"
-            )
 
 
 def _check_apart(layers: Sequence[nn.Module], first: int) -> None:

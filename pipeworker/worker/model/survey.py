@@ -37,6 +37,7 @@ from pipeworker.wire.codec import Codec
 from pipeworker.worker import blame
 from pipeworker.worker.device.device import to_device
 from pipeworker.worker.internals import pytree, shared_fake_mode, view_of
+from pipeworker.worker.model.lazy import reject_lazy_layer
 from pipeworker.worker.profile.outline import Drawing
 from pipeworker.worker.stage import rng, skips
 from pipeworker.worker.stage.cut.building import copies_of_hollow
@@ -184,7 +185,9 @@ def fresh_layer(entry: job_file.Entry, index: int, seed: int, *, real: bool = Tr
                 raise
             return entry
     rng.seed_all(rng.build_seed(seed, index))
-    return job_file.build(entry, index)
+    built = job_file.build(entry, index)
+    reject_lazy_layer(built, index)
+    return built
 
 
 def pack_outline(outline: Outline) -> bytes:
