@@ -190,6 +190,18 @@ def reshaped(m: Any, x: torch.Tensor) -> Any:
     return m.l[1](hidden)
 
 
+def freezing(m: Any, x: torch.Tensor) -> Any:
+    hidden = m.l[1](m.l[0](x))
+    m.l[1].requires_grad_(requires_grad=False)
+    return m.l[1](hidden)
+
+
+def frozen_by_an_attribute(m: Any, x: torch.Tensor) -> Any:
+    hidden = m.l[0](x)
+    m.l[2].bias.requires_grad = False
+    return m.l[2](hidden)
+
+
 def given(m: Any, x: torch.Tensor) -> Any:
     return m.apply_it(m.l[0](x), m.l[1])
 
@@ -236,6 +248,11 @@ def replaced(m: Any, x: torch.Tensor) -> Any:
         (averaged_together, "changes the parameter 'l.2.weight'"),
         (clamped, "changes the parameter 'l.0.weight'"),
         (reshaped, "calls unsqueeze_ on an activation"),
+        (
+            freezing,
+            r"calls requires_grad_ on the parameter 'l.1.weight', at .*; do it in model\(\)",
+        ),
+        (frozen_by_an_attribute, "sets an attribute of the parameter 'l.2.bias'"),
         (given, "calls a unit with a module"),
         (popped, "removes what is in a list"),
         (hooked_late, "registers a hook on a tensor that an earlier layer has used"),

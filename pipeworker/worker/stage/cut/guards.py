@@ -28,6 +28,7 @@ _RESHAPING = frozenset(
     for name in ("unsqueeze", "squeeze", "t", "transpose", "swapaxes", "swapdims", "resize")
 ) | {"as_strided_", "detach_", "requires_grad_", "set_", "resize_as_", "__set__", "__delete__"}
 """Functions that change more of a tensor than its numbers."""
+_DONE_TO_ATTRIBUTES = {"__set__": "sets an attribute of", "__delete__": "deletes an attribute of"}
 _ALONE = 2
 """The result of :func:`storage_uses` for a tensor whose storage no other one uses."""
 
@@ -80,11 +81,20 @@ class Guards:
         self.check_tensors(layer, unit, tensors)
         self._check_buffers(layer, unit, tensors)
 
-    def tainted(self, layer: int, unit: str, name: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Check a call whose arguments depend on parameters, before it is done."""
+    def tainted(
+        self, layer: int, unit: str, name: str, tensors: Sequence[torch.Tensor], parameter: str
+    ) -> None:
+        """Check a call whose arguments depend on parameters, before it is done.
+
+        `parameter` is the name of the first one, if that is a parameter itself.
+        """
         self._check_buffers(layer, unit, tensors)
         if name in _RESHAPING:
-            raise refused(layer, unit, f"calls {name} on an activation", "make a new tensor")
+            done = _DONE_TO_ATTRIBUTES.get(name, f"calls {name} on")
+            if parameter:
+                remedy = "do it in model(), or within one layer"
+                raise refused(layer, unit, f"{done} the parameter {parameter!r}", remedy)
+            raise refused(layer, unit, f"{done} an activation", "make a new tensor")
         self.check_context(layer, unit)
 
     def check_context(self, layer: int, unit: str) -> None:

@@ -183,7 +183,8 @@ class Planning:
             self._guards.plain(*self._here(), tensors)
             return out
         self._guards.check_tensors(*self._here(), self._unknown(tensors))
-        self._guards.tainted(*self._here(), name, tensors)
+        parameter = self._parameters.get(id(tensors[0]), "")
+        self._guards.tainted(*self._here(), name, tensors, parameter)
         if name == "register_hook":
             self._check_hooked(tainted)
         self._use(tensors)
