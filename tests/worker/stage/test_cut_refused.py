@@ -76,6 +76,18 @@ class Keeping(nn.Module):
         return out
 
 
+class KeepingByNumbers(Keeping):
+    """One that runs on numbers, because it needs them, and that makes the attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.kept
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = super().forward(x)
+        return out if out.sum() > 0 else out * 2
+
+
 class Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -265,6 +277,13 @@ def replaced(m: Any, x: torch.Tensor) -> Any:
 def test_what_stages_would_compute_otherwise_is_refused(way: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         plan_of(Any3(way), NO_TYPES, torch.randn(4, WIDTH))
+
+
+def test_a_unit_that_needs_numbers_keeps_a_value_too() -> None:
+    module = Any3(kept)
+    module.kept[0] = KeepingByNumbers()
+    with pytest.raises(UsageError, match="uses a tensor that a unit keeps in an attribute"):
+        plan_of(module, NO_TYPES, torch.randn(4, WIDTH))
 
 
 class Scaled(nn.Module):

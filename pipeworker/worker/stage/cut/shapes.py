@@ -64,11 +64,15 @@ class HollowUnit:
         If the unit needs numbers, they are those of a copy. No random number generator changes.
         """
         with self.itself() as unit, rng.preserve_generators():
+            attributes = [(vars(module), dict(vars(module))) for module in unit.modules()]
             try:
                 with listening(unit, hooked) as heard:
                     return unit(*args, **kwargs), heard
             except Exception:
                 restore(held)
+                for now, before in attributes:  # a tensor in one, which has a graph, has no copy
+                    now.clear()
+                    now.update(before)
             return _call_with_numbers(unit, self._hooks, args, kwargs, held, hooked)
 
 
@@ -114,6 +118,10 @@ def _call_with_numbers(
     for one, _ in held:
         for key in range(len(one)) if isinstance(one, list) else list(one.keys()):
             one[key] = pytree.tree_map_only(torch.Tensor, fake, one[key])
+    for own, other in zip(unit.modules(), copied.modules(), strict=True):
+        for key, value in vars(other).items():
+            if vars(own).get(key) is None and value is not None:  # the copy has set it
+                setattr(own, key, pytree.tree_map_only(torch.Tensor, fake, value))
     told = [(name, pytree.tree_map_only(torch.Tensor, fake, value)) for name, value in heard]
     return pytree.tree_map_only(torch.Tensor, fake, out), told
 
