@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from pipeworker.errors import UsageError, a_type
 from pipeworker.facts.layer_names import LayerNames
-from pipeworker.worker.internals import pytree, version_of
+from pipeworker.worker.internals import pre_hooks_of, pytree, version_of
 from pipeworker.worker.stage.cut.forward import Enter, Forward, StandIns
 from pipeworker.worker.stage.cut.inner_hooks import forget_library_hooks
 from pipeworker.worker.stage.cut.isolation import Isolation
@@ -304,6 +306,15 @@ def _hollow(module: nn.Module, device: torch.device) -> nn.Module:
     try:
         return hollow(module, device)
     except Exception as error:
+        for name, one in module.named_modules():
+            for hook in pre_hooks_of(one):
+                if isinstance(hook, (WeightNorm, SpectralNorm)):
+                    norm = "weight_norm" if isinstance(hook, WeightNorm) else "spectral_norm"
+                    raise UsageError(
+                        f"model(): {name} has torch.nn.utils.{norm}, which is deprecated, and a "
+                        "module with it cannot be copied to be cut; use "
+                        f"torch.nn.utils.parametrizations.{norm}"
+                    ) from None
         raise UsageError(
             f"model(): {a_type(module)} cannot be copied, and a pipeline cuts a copy of it: "
             f"{error}; return a list of layers"
