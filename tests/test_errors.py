@@ -199,7 +199,7 @@ TRAINING = {
         "tied = nn.BatchNorm1d(8)\n        return nn.Sequential(tied, nn.ReLU(), tied, tied, tied)"
         "\n        return nn.Sequential(",
         2,
-        r"layers [0-4] and [0-4] share a buffer but are on different stages.* --balance",
+        r"layer 0 .* and layer 2 .*: share a buffer but are on different stages.* --balance",
     ),
     "job file that raises": (
         "def model",

@@ -396,19 +396,6 @@ def build(entry: Entry, index: int) -> nn.Module:
     return built
 
 
-def check_buffers(layers: list[Entry], first: int, stop: int) -> None:
-    """Check that the layers from `first` to before `stop` share no buffer with other stages."""
-    built = [(i, entry) for i, entry in enumerate(layers) if isinstance(entry, nn.Module)]
-    own = {id(b): i for i, entry in built if first <= i < stop for b in entry.buffers()}
-    others = [(i, b) for i, entry in built if not first <= i < stop for b in entry.buffers()]
-    for index, buffer in others:
-        if id(buffer) in own:
-            raise UsageError(
-                f"layers {own[id(buffer)]} and {index} share a buffer but are on different "
-                "stages, where it would not stay the same; put them on one, see --balance"
-            )
-
-
 def source_digests(path: Path, modules: Iterable[ModuleType]) -> Iterator[tuple[str, str]]:
     """Yield the path and a digest of the job file, and of the modules that lie beside it."""
     folder = path.parent

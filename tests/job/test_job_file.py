@@ -241,18 +241,6 @@ def test_a_callable_that_builds_something_else() -> None:
         job_file.build(lambda: 3, 4)  # type: ignore[arg-type,return-value]
 
 
-def test_shared_buffers_must_be_on_one_stage() -> None:
-    a, b = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
-    b.running_mean = a.running_mean
-    layers: list[Any] = [nn.ReLU(), a, nn.ReLU, b]
-    job_file.check_buffers(layers, 1, 4)
-    job_file.check_buffers(layers, 0, 1)
-    with pytest.raises(UsageError, match="layers 1 and 3 share a buffer"):
-        job_file.check_buffers(layers, 0, 2)
-    with pytest.raises(UsageError, match="layers 3 and 1 share a buffer"):
-        job_file.check_buffers(layers, 3, 4)
-
-
 def test_the_documented_example_is_a_job(tmp_path: Path) -> None:
     path = tmp_path / "job.py"
     path.write_text(

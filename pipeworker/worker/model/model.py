@@ -241,7 +241,7 @@ class Model:
             self._build(i, [name for name in later if layer_of(name) == i], self._device)
             for i in range(part.first, part.stop)
         ]
-        job_file.check_buffers(self.entries, part.first, part.stop)
+        check_buffers(self.entries, part.first, part.stop)
         ties = None
         if tied:
             built = dict(enumerate(layers, part.first))
@@ -276,6 +276,27 @@ class Model:
             if first == named and not any(f"{one}.".startswith(f"{key}.") for one in own):
                 known = own[0] if own else "no weights"
                 raise UsageError(f"names: {name!r}: the layer has no {key}; it has {known}, …")
+
+
+def check_buffers(entries: Sequence[Any], first: int, stop: int) -> None:
+    """Check that the layers from `first` to before `stop` share no buffer with other stages.
+
+    Raises:
+        UsageError: they do; it names two layers, and all that must be on one stage.
+    """
+    places: dict[int, list[int]] = {}
+    for index, entry in enumerate(entries):
+        for buffer in entry.buffers() if isinstance(entry, nn.Module) else ():
+            places.setdefault(id(buffer), []).append(index)
+    inside = [sum(first <= index < stop for index in layers) for layers in places.values()]
+    found = [one for one, n in zip(places.values(), inside, strict=True) if 0 < n < len(one)]
+    if found:
+        named = [blame.layer(index, blame.kind_of(entries[index])) for index in min(found)[:2]]
+        raise UsageError(
+            f"{named[0]} and {named[1]}: share a buffer but are on different stages, where it "
+            f"would not stay the same; put layers {min(map(min, found))} to {max(map(max, found))} "
+            "on one stage by --balance, or call the module once, on its inputs concatenated"
+        )
 
 
 def _hint(error: BaseException) -> str:
