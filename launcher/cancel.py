@@ -13,7 +13,7 @@ from launcher.engines import kubernetes, slurm
 from pipeworker.environment import POD
 from pipeworker.errors import PipeworkerError, RecordError, UsageError
 from pipeworker.record import lock
-from pipeworker.record.rundir import RunDir, listed
+from pipeworker.record.rundir import Request, RunDir, listed
 
 _POLL_SECONDS = 0.1
 
@@ -74,7 +74,7 @@ def _cancel_here(path: Path, run_dir: RunDir) -> str:
             "kubectl is, or delete the job there"
         )
     try:
-        run_dir.request_cancel()
+        run_dir.request(Request.CANCEL)
         click.echo("the job saves a checkpoint at the end of its step, and ends", err=True)
         while lock.is_locked(run_dir.lock):
             time.sleep(_POLL_SECONDS)

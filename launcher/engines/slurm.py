@@ -20,7 +20,7 @@ import click
 from launcher.engines.engine import Carrier, Cluster, agent_command, run_client
 from launcher.spec import Host, JobSpec, RemoteAgent, spread
 from pipeworker.errors import PipeworkerError, UsageError
-from pipeworker.record.rundir import CANCELLED
+from pipeworker.record.rundir import Request
 
 NOTICE = 120
 """Seconds before the end of its time limit at which a job is notified."""
@@ -197,7 +197,7 @@ class Slurm(Cluster):
             directives="\n".join(lines),
             again=again,
             command=line,
-            cancelled=shlex.quote(f"{spec.run_dir}/{CANCELLED}"),
+            cancelled=shlex.quote(f"{spec.run_dir}/{Request.CANCEL.value}"),
         )
 
     def submit(self, spec: JobSpec) -> SlurmJob:

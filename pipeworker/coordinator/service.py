@@ -38,7 +38,7 @@ from pipeworker.record.lock import RunLock
 from pipeworker.record.manifest import MANIFEST, Manifest
 from pipeworker.record.metrics import rows
 from pipeworker.record.plan_file import PlanFile
-from pipeworker.record.rundir import RunDir, located
+from pipeworker.record.rundir import Request, RunDir, located
 from pipeworker.wire import lines, sockets
 from pipeworker.wire.lines import Configuration
 from pipeworker.wire.messages.checkpoint import Restore
@@ -138,9 +138,9 @@ class Service:
                 self._handle(events.Tick(clock.suspended - suspended))
                 suspended = clock.suspended
                 self._workers.ping_quiet(set(self._job.peers))
-                if self._run_dir.withdraw_checkpoint_request():
+                if self._run_dir.withdraw(Request.CHECKPOINT):
                     self._handle(lines.SaveRequest())
-                if self._run_dir.cancel_requested():
+                if self._run_dir.requested(Request.CANCEL):
                     self._handle(lines.Interrupt())
                 self._show(now)
             if now >= next_ping:
@@ -156,7 +156,7 @@ class Service:
 
     def _show(self, now: float) -> None:
         """Write what the workers do at present, while somebody watches."""
-        if self._run_dir.withdraw_watch_request():
+        if self._run_dir.withdraw(Request.WATCH):
             self._watched_until = now + _WATCHED
         if self._next_look <= now < self._watched_until:
             self._next_look = now + _LOOK

@@ -45,7 +45,7 @@ class Present(msgspec.Struct):
 
 
 def read(run_dir: RunDir) -> Present:
-    """Return what the workers do; :meth:`RunDir.request_watch` asks the job to write it.
+    """Return what the workers do; :attr:`Request.WATCH` asks the job to write it.
 
     Raises:
         FileNotFoundError: the job has not written it yet.

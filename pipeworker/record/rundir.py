@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from enum import Enum
 from pathlib import Path
 
 from pipeworker.errors import UsageError
@@ -35,14 +36,25 @@ _BY_DESCRIPTOR = re.compile(r"/proc/self/fd/\d+")
 JOB = "job.py"
 JOBS = (JOB, "job.ipynb")
 _JOB_FOLDER = ".job-"
-_REQUEST = ".checkpoint"
-_WATCH = ".watch"
-CANCELLED = "cancelled"
-"""The file of a run directory whose job the user has cancelled."""
 _ROWS = (".jsonl", ".csv")
 _LEFTOVERS = (".step-*.partial", ".*.gone")
 _CHECKPOINTS = "give the directory of a finished run, or one of its checkpoints"
 _STEP = re.compile(r"step-(\d{8,19})", re.ASCII)
+
+
+class Request(Enum):
+    """A request to the job that runs in a directory, by the name of its file there.
+
+    It is a file, because all hosts of a job and its user have this folder in common.
+    """
+
+    CHECKPOINT = ".checkpoint"
+    """Save at the end of the step."""
+    WATCH = ".watch"
+    """Write the file `now` for a few seconds."""
+    CANCEL = "cancelled"
+    """End, and do not start again by itself. The file stays until the run is resumed: a script that
+    requeues a job looks for it."""
 
 
 def file_digest(path: Path) -> str:
@@ -248,43 +260,18 @@ class RunDir:
             if path != best:
                 remove_checkpoint(path)
 
-    def request_checkpoint(self) -> None:
-        """Request a checkpoint of the job that runs here; see :meth:`withdraw_checkpoint_request`.
+    def request(self, kind: Request) -> None:
+        """Send a request to the job that runs here."""
+        os.close(no_link(self.root / kind.value, os.O_WRONLY | os.O_CREAT))
 
-        The request is a file, because all hosts of a job and its user have this folder in common.
-        """
-        os.close(no_link(self.root / _REQUEST, os.O_WRONLY | os.O_CREAT))
+    def requested(self, kind: Request) -> bool:
+        """Return whether there is a request that was not withdrawn."""
+        return (self.root / kind.value).exists()
 
-    def withdraw_checkpoint_request(self) -> bool:
-        """Return whether a checkpoint was requested, and withdraw the request."""
-        return self._withdraw(_REQUEST)
-
-    def request_cancel(self) -> None:
-        """Request the end of the job that runs here, which is not to be started again by itself.
-
-        The file stays until the run is resumed: a script that requeues a job looks for it.
-        """
-        os.close(no_link(self.root / CANCELLED, os.O_WRONLY | os.O_CREAT))
-
-    def cancel_requested(self) -> bool:
-        """Return whether :meth:`request_cancel` was called since the run was begun or resumed."""
-        return (self.root / CANCELLED).exists()
-
-    def withdraw_cancel_request(self) -> bool:
-        """Withdraw the request of :meth:`request_cancel`, if there is one."""
-        return self._withdraw(CANCELLED)
-
-    def request_watch(self) -> None:
-        """Request that the job which runs here writes `now` for a few seconds."""
-        os.close(no_link(self.root / _WATCH, os.O_WRONLY | os.O_CREAT))
-
-    def withdraw_watch_request(self) -> bool:
-        """Return whether :meth:`request_watch` was called, and withdraw the request."""
-        return self._withdraw(_WATCH)
-
-    def _withdraw(self, name: str) -> bool:
+    def withdraw(self, kind: Request) -> bool:
+        """Withdraw a request; return whether there was one."""
         try:
-            (self.root / name).unlink()
+            (self.root / kind.value).unlink()
         except OSError:
             return False
         return True
@@ -296,16 +283,13 @@ class RunDir:
         """
         rows = [path.with_suffix(end) for path in (self.metrics, self.evaluation) for end in _ROWS]
         files = [
-            self.run,
             *(self.root / name for name in JOBS),
             self.plan,
             *rows,
             self.summary,
-            self.lock,
             self.hooks,
             self.now,
-            self.root / _WATCH,
-            self.root / CANCELLED,
+            *(self.root / kind.value for kind in Request),
         ]
         logs = self.coordinator_log().parent
         written = [
@@ -315,7 +299,8 @@ class RunDir:
             *self.timeline.glob("*.jsonl"),
             *self.timeline.glob("*.ring"),
         ]
-        for path in (*files, self.root / _REQUEST, *written):
+        # The record is the last: without it, other files would be the user's.
+        for path in (*files, *written, self.run, self.lock):
             with suppress(OSError):
                 path.unlink()
         remove_partial_files(self.root)

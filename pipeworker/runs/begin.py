@@ -20,7 +20,7 @@ from pipeworker.record import atomic_file, run_record, rundir, weight_files
 from pipeworker.record.bounded_file import open_bounded
 from pipeworker.record.lock import RunLock
 from pipeworker.record.metrics import formats, rows
-from pipeworker.record.rundir import RunDir
+from pipeworker.record.rundir import Request, RunDir
 from pipeworker.runs import resume
 from pipeworker.runs.schedule_file import read_schedule
 from pipeworker.wire.lines import Verdict
@@ -231,7 +231,7 @@ class RunRequest:
             before = {path: _content(path) for path in (run_dir.run, run_dir.summary, run_dir.plan)}
             undo.callback(_restore, before)
             resume.roll_back(run_dir, point)
-            run_dir.withdraw_cancel_request()
+            run_dir.withdraw(Request.CANCEL)
             since = Criterion.parse(options.best).since_best(rows.read(run_dir.evaluation))
             if options.patience is not None and since >= options.patience:
                 warnings.append(

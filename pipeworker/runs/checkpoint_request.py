@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeworker.errors import PipeworkerError, RecordError, UsageError
 from pipeworker.record import lock
-from pipeworker.record.rundir import RunDir, listed
+from pipeworker.record.rundir import Request, RunDir, listed
 
 _POLL_SECONDS = 0.1
 
@@ -25,11 +25,11 @@ def request_checkpoint(path: Path) -> Path:
         raise UsageError(f"{path}: no job is running there; {advice}")
     try:
         before = run_dir.last_checkpoint_step()
-        run_dir.request_checkpoint()
+        run_dir.request(Request.CHECKPOINT)
         runs = True
         while (found := run_dir.last_checkpoint_step()) == before:
             if not runs:  # it did not save at its end either
-                run_dir.withdraw_checkpoint_request()
+                run_dir.withdraw(Request.CHECKPOINT)
                 raise PipeworkerError(f"{path}: the job ended without writing another checkpoint")
             time.sleep(_POLL_SECONDS)
             runs = lock.is_locked(run_dir.lock)

@@ -21,7 +21,7 @@ from pipeworker.plan.figures import rate_text, seconds_text
 from pipeworker.record import lock, present
 from pipeworker.record.metrics import rows
 from pipeworker.record.present import Present
-from pipeworker.record.rundir import RunDir, listed
+from pipeworker.record.rundir import Request, RunDir, listed
 
 _EVERY = 1.0
 _PATIENCE = 10.0
@@ -63,7 +63,7 @@ def _moments(path: Path, run_dir: RunDir) -> Iterator[_Moment]:
         raise UsageError(f"{path}: no job is running there; {advice}")
     while lock.is_locked(run_dir.lock):
         try:
-            run_dir.request_watch()
+            run_dir.request(Request.WATCH)
             now = present.read(run_dir)
         except FileNotFoundError:
             if time.monotonic() - began > _PATIENCE:

@@ -22,7 +22,7 @@ from pipeworker.record.metrics.rows import Row
 from pipeworker.record.plan_file import PlanFile
 from pipeworker.record.present import Present
 from pipeworker.record.run_record import RunRecord
-from pipeworker.record.rundir import RunDir, step_of
+from pipeworker.record.rundir import Request, RunDir, step_of
 
 _BUCKETS = tuple(base * 10.0**power for power in range(-3, 4) for base in (1, 2, 5))
 """Seconds of a step."""
@@ -146,7 +146,7 @@ class _Workers(Collector):
         """Return the state of the workers; None if the coordinator does not write it."""
         began, limit = time.time(), time.monotonic() + _FRESH
         with suppress(OSError):
-            self._run_dir.request_watch()
+            self._run_dir.request(Request.WATCH)
             while time.monotonic() < limit:
                 with suppress(FileNotFoundError, PipeworkerError):
                     found = present.read(self._run_dir)
