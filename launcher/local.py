@@ -325,7 +325,12 @@ def _is_local(address: str) -> bool:
 
 def run(prepared: PreparedRun, view: Style, agents: Sequence[RemoteAgent]) -> int:
     """Run a job to its end; return the exit status."""
-    verdict = Launch(prepared, agents, view).run()
+    try:
+        launch = Launch(prepared, agents, view)
+    except BaseException:
+        prepared.undo.close()
+        raise
+    verdict = launch.run()
     prepared.close(verdict)
     return verdict.exit_status
 

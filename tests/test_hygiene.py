@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +150,9 @@ def test_a_run_directory_is_in_use_until_all_processes_that_write_there_are_gone
     coordinator = live.pid("coordinator")
     monkeypatch.setattr("pipeworker.runs.begin.timings", lambda: DEFAULT.scaled(0.01))
     for _ in range(2):  # with the launcher, and without
-        with pytest.raises(UsageError, match=f"is in use: process {live.process.pid} on "):
-            resume.prepare()
+        for request in (resume, replace(resume, resume=False, stages=2)):
+            with pytest.raises(UsageError, match=f"is in use: process {live.process.pid} on "):
+                request.prepare()
         os.kill(coordinator, signal.SIGSTOP)
         os.kill(live.pid("launcher"), signal.SIGKILL)
     os.kill(coordinator, signal.SIGCONT)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -159,8 +158,7 @@ class Ray(Carrier):
             )
             with driver:
                 try:
-                    with _interruptible():
-                        self._driver = _reserve(driver, request, errors)
+                    self._driver = _reserve(driver, request, errors)
                     yield
                     _finish(driver)
                 finally:
@@ -171,16 +169,6 @@ def _agent_command(spec: JobSpec) -> list[str]:
     """Return the command of an agent; ``python`` stands for the interpreter of Ray's workers."""
     settings = read_settings(Settings, spec.settings, "ray")
     return agent_command(spec, CALLER, settings.python or "python")
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Have SIGTERM interrupt inside the context, as Ctrl-C does: nothing is left then."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _finish(driver: subprocess.Popen[str]) -> None:

@@ -38,32 +38,50 @@ class SignalSocket:
 
 
 @contextmanager
-def deferred_interrupt() -> Iterator[None]:
-    """Let SIGINT take effect at the end of the context rather than inside of it.
+def interrupted_by_end() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP raise KeyboardInterrupt in the context, as Ctrl-C does.
 
-    A second SIGINT takes effect at once. Outside of the main thread, and where Python does not
-    handle the signal, nothing changes.
+    A signal that is ignored or handled already keeps its effect.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-    received = False
-
-    def handle(number: int, frame: object) -> None:
-        nonlocal received
-        if received:
-            signal.signal(signal.SIGINT, before)
-            signal.raise_signal(signal.SIGINT)
-        received = True
-
-    signal.signal(signal.SIGINT, handle)
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-        if received:
-            signal.raise_signal(signal.SIGINT)
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def deferred_interrupt(numbers: Iterable[int] = (signal.SIGINT,)) -> Iterator[None]:
+    """Let signals take effect at the end of the context rather than inside of it.
+
+    A second signal of a number takes effect at once. Outside of the main thread, and where Python
+    does not handle the signal, nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    before = {number: handler for number, handler in handlers.items() if callable(handler)}
+    received: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        if number in received:
+            signal.signal(number, before[number])
+            signal.raise_signal(number)
+        received.append(number)
+
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in received:
+            signal.raise_signal(number)
 
 
 @contextmanager

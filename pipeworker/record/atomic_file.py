@@ -46,11 +46,15 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def is_partial_file(path: Path) -> bool:
+    """Return whether a path is a temporary one, of a process that writes or was killed."""
+    return _PARTIAL.fullmatch(path.name) is not None
+
+
 def remove_partial_files(folder: Path) -> None:
     """Remove what killed processes left at temporary paths in a folder where none writes now."""
-    for path in folder.iterdir():
-        if _PARTIAL.fullmatch(path.name):
-            remove(path)
+    for path in filter(is_partial_file, folder.iterdir()):
+        remove(path)
 
 
 def open_file(path: Path, mode: str, **arguments: Any) -> IO[Any]:

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -68,17 +67,24 @@ class _Content(_Entry, kw_only=True):
 
 
 def write(run_dir: RunDir, options: Mapping[str, Any], process: Mapping[str, Any]) -> None:
-    """Write the record of a run that begins: its options, and the host, pid and versions."""
+    """Write the record of a run that begins: its options, and the host, pid and versions.
+
+    The copy of the job file follows: a directory without a record has no file that looks like one
+    of the user's. A resume copies the job file if there is no copy.
+    """
+    job = _read_job(options)
     content = {
         "version": VERSION,
         **process,
-        **_copy_job(run_dir, options, JOB),
+        **_job_fields(options, job, JOB),
         "arguments": options["arguments"],
         "seed": options["seed"],
         "options": dict(options),
         "resumed": [],
     }
     write_json(run_dir.run, content)
+    if job is not None:
+        write_bytes(run_dir.root / content["job"], job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +147,13 @@ class RunRecord:
             The name of a new copy of the job file; "" if the job file has not changed.
         """
         resumed, last = self.content["resumed"], self.last
-        copied = _copy_job(self.run_dir, options, f"job-{len(resumed) + 1}.py", last)
+        job = _read_job(options)
+        copied = _job_fields(options, job, f"job-{len(resumed) + 1}.py")
+        changed = copied["job_sha256"] != last.get("job_sha256")
+        if not changed and (job is None or (self.run_dir.root / str(last.get("job"))).exists()):
+            copied["job"] = last.get("job")
+        elif job is not None:
+            write_bytes(self.run_dir.root / copied["job"], job)
         entry = {
             "step": step,
             **process,
@@ -150,28 +162,24 @@ class RunRecord:
         }
         content = {**self.content, "version": VERSION, "resumed": [*resumed, entry]}
         write_json(self.run_dir.run, content)
-        changed = copied["job_sha256"] != last.get("job_sha256")
         return copied["job"] or "" if changed else ""
 
 
-def _copy_job(
-    run_dir: RunDir,
-    options: Mapping[str, Any],
-    name: str,
-    last: Mapping[str, Any] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """Copy the job file unless it is the one of the `last` entry; return its part of an entry."""
-    path, job = Path(options["job_file"]), None
-    if path.suffix == ".ipynb":
-        name = str(Path(name).with_suffix(path.suffix))
+def _read_job(options: Mapping[str, Any]) -> bytes | None:
+    """Return the content of the job file; None for a script, which may not be a file."""
+    path = Path(options["job_file"])
     with suppress(OSError):
-        job = path.read_bytes() if path.is_file() else None  # a script may not be a file
-    digest = None if job is None else hashlib.sha256(job).hexdigest()
-    if digest == last.get("job_sha256"):
-        return {"job": last.get("job"), "job_sha256": digest}
-    if job is not None:
-        write_bytes(run_dir.root / name, job)
-    return {"job": None if job is None else name, "job_sha256": digest}
+        return path.read_bytes() if path.is_file() else None
+    return None
+
+
+def _job_fields(options: Mapping[str, Any], job: bytes | None, name: str) -> dict[str, Any]:
+    """Return the fields of an entry for a job file of this content, and a copy with this name."""
+    if job is None:
+        return {"job": None, "job_sha256": None}
+    if Path(options["job_file"]).suffix == ".ipynb":
+        name = str(Path(name).with_suffix(".ipynb"))
+    return {"job": name, "job_sha256": hashlib.sha256(job).hexdigest()}
 
 
 class _Summary(msgspec.Struct):

@@ -17,6 +17,7 @@ from pathlib import Path
 from pipeworker.errors import UsageError
 from pipeworker.facts.criterion import Criterion
 from pipeworker.record.atomic_file import (
+    is_partial_file,
     no_link,
     remove,
     remove_partial_files,
@@ -205,6 +206,14 @@ class RunDir:
         """Remove the files of a checkpoint that will not be complete."""
         shutil.rmtree(self.partial_checkpoint(step), ignore_errors=True)
 
+    def is_unused(self) -> bool:
+        """Return whether it has at most what a start leaves that is killed before its record."""
+        logs = self.coordinator_log().parent
+        if not self.root.is_dir() or logs.is_symlink() or any(logs.glob("*")):
+            return False
+        others = [path for path in self.root.iterdir() if path != logs]
+        return all(p.is_file() and (p == self.lock or is_partial_file(p)) for p in others)
+
     def remove_leftovers(self) -> None:
         """Remove what processes left that ended while they wrote or removed a checkpoint."""
         for pattern in _LEFTOVERS:
@@ -390,7 +399,7 @@ def create(asked: str | Path | None, job_file: Path) -> tuple[RunDir, tuple[Path
         The run directory, and the folders that were made for it, the deepest first.
 
     Raises:
-        UsageError: the directory exists already, or cannot be made.
+        UsageError: the directory exists already and is not unused, or it cannot be made.
     """
     stem = _RUNS / f"{job_file.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = Path(asked) if asked else stem
@@ -398,9 +407,13 @@ def create(asked: str | Path | None, job_file: Path) -> tuple[RunDir, tuple[Path
     while True:
         try:
             new = [folder.absolute() for folder in path.parents if not folder.exists()]
-            path.mkdir(parents=True, exist_ok=False)
-            (path / "logs").mkdir()
-            return RunDir(path.resolve()), (path.resolve(), *new)
+            if asked and RunDir(path).is_unused():
+                made: tuple[Path, ...] = ()
+            else:
+                path.mkdir(parents=True, exist_ok=False)
+                made = (path.resolve(), *new)
+            (path / "logs").mkdir(exist_ok=True)
+            return RunDir(path.resolve()), made
         except FileExistsError:
             if asked:
                 raise already_exists(asked) from None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -13,12 +15,13 @@ from typing import Any
 from pipeworker.environment import facts, git, timings
 from pipeworker.errors import InUse, RecordError, UnreadableFile, UsageError
 from pipeworker.facts.criterion import Criterion
+from pipeworker.host.signals import deferred_interrupt
 from pipeworker.job import resume_options
 from pipeworker.job.option_parsing import make_options, workers_per_replica
 from pipeworker.job.options import LOGGERS, Options, override
 from pipeworker.record import atomic_file, run_record, rundir, weight_files
 from pipeworker.record.bounded_file import open_bounded
-from pipeworker.record.lock import RunLock
+from pipeworker.record.lock import RunLock, is_locked
 from pipeworker.record.metrics import formats, rows
 from pipeworker.record.rundir import Request, RunDir
 from pipeworker.runs import resume
@@ -122,15 +125,19 @@ class RunRequest:
         """Check that the run directory can have this job, which begins later; nothing is changed.
 
         Raises:
-            UsageError: it exists, or holds no run to resume or one with other options.
+            UsageError: a job runs there, it holds no run to resume, one with other options or, for
+                a new run, anything at all.
         """
         if not self.run_dir:
             return
         run_dir = RunDir(Path(self.run_dir))
         if self.is_resume:
             self._merged_options(run_record.RunRecord.read(run_dir))
-        elif run_dir.path.exists() or run_dir.path.is_symlink():
-            raise rundir.already_exists(self.run_dir)
+        elif os.path.lexists(self.run_dir):
+            if is_locked(run_dir.lock):
+                raise self._in_use(run_dir)
+            if not run_dir.is_unused():
+                raise rundir.already_exists(self.run_dir)
 
     def prepare(self) -> PreparedRun:
         """Create the run directory, or roll that of the run to resume back to its checkpoint.
@@ -179,30 +186,42 @@ class RunRequest:
         given = self._given(options.replicas)
         effective = override(self.defaults, given).keys() - given.keys()
         origins = {name: self.origins[name] for name in sorted(self.origins.keys() & effective)}
+        process = {**_process(options), "origins": origins}
+        self.check_directory()
         with ExitStack() as undo:
-            run_dir, created = rundir.create(self.run_dir, Path(self.job_file))
-            lock = undo.enter_context(RunLock(run_dir.lock, exclusive=False))
-            undo.callback(_remove, run_dir, created)
-            process = {**_process(options), "origins": origins}
-            run_record.write(run_dir, _recorded(options), process)
+            with deferred_interrupt((signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+                run_dir, created = rundir.create(self.run_dir, Path(self.job_file))
+                lock = undo.enter_context(self._locked(run_dir, 0.0))
+                if run_dir.run.exists():  # another process has begun a run, and ended
+                    raise rundir.already_exists(run_dir.path)
+                undo.callback(_remove, run_dir, created)
+                run_record.write(run_dir, _recorded(options), process)
+                lock.share()
             opened = RunDir.open(run_dir.path)
             return PreparedRun(options, opened, lock, undo.pop_all(), origins=origins)
+
+    def _locked(self, run_dir: RunDir, timeout: float) -> RunLock:
+        """Return the lock of a run directory, held by this process alone."""
+        try:
+            return RunLock(run_dir.lock, exclusive=True, timeout=timeout)
+        except BlockingIOError:
+            raise self._in_use(run_dir) from None
+
+    def _in_use(self, run_dir: RunDir) -> InUse:
+        owner = "another process"
+        if run_dir.run.exists():
+            last = run_record.RunRecord.read(run_dir).last
+            owner = f"process {last.get('pid')} on {last.get('host')}"
+        return InUse(f"run directory {self.run_dir}: is in use: {owner} runs it; wait for its end")
 
     def _prepare_resume(self) -> PreparedRun:
         assert self.run_dir
         run_dir = RunDir(Path(self.run_dir).resolve())
         # Before the lock is made: a directory that is no run directory stays as it is.
-        last = run_record.RunRecord.read(run_dir).last
+        run_record.RunRecord.read(run_dir)
         run_dir.check_links()
-        try:
-            lock = RunLock(run_dir.lock, exclusive=True, timeout=timings().exit)
-        except BlockingIOError:
-            owner = f"process {last.get('pid')} on {last.get('host')}"
-            raise InUse(
-                f"run directory {self.run_dir}: is in use: {owner} runs it; wait for its end"
-            ) from None
         with ExitStack() as undo:
-            undo.enter_context(lock)
+            lock = undo.enter_context(self._locked(run_dir, timings().exit))
             record = run_record.RunRecord.read(run_dir)  # as the process that had the lock left it
             options = self._merged_options(record)
             _check_packages(options)

@@ -86,11 +86,34 @@ def test_remove_run_keeps_files_of_others(tmp_path: Path) -> None:
     assert sorted(path.name for path in made.path.parent.iterdir()) == ["b", "b-2"]
 
 
-def test_create_refuses_an_existing_directory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("theirs", ["notes.txt", "logs/notes.txt", ".lock/notes", "job.py"])
+def test_create_refuses_a_directory_with_anything_in_it(tmp_path: Path, theirs: str) -> None:
+    (tmp_path / theirs).parent.mkdir(exist_ok=True)
+    (tmp_path / theirs).touch()
+    before = sorted(tmp_path.rglob("*"))
     advice = r"choose another --run-dir, or add --resume \(in a script, resume=True\) to continue"
     with pytest.raises(UsageError, match=f"exists already; {advice} its run"):
         rundir.create(str(tmp_path), Path("job.py"))
-    assert list(tmp_path.iterdir()) == []
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_create_refuses_a_link_in_place_of_the_logs(tmp_path: Path) -> None:
+    run, theirs = tmp_path / "run", tmp_path / "theirs"
+    run.mkdir()
+    theirs.mkdir()
+    (run / "logs").symlink_to(theirs)
+    with pytest.raises(UsageError, match="exists already"):
+        rundir.create(str(run), Path("job.py"))
+
+
+@pytest.mark.parametrize("left", [(), (".lock",), ("logs/", ".lock", f".{'0' * 16}.partial")])
+def test_create_takes_what_a_killed_start_has_left(tmp_path: Path, left: tuple[str, ...]) -> None:
+    for name in left:
+        (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).touch()
+    made, folders = rundir.create(str(tmp_path), Path("job.py"))
+    assert (made.path, folders) == (tmp_path.resolve(), ())
+    made.remove_run(folders)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_the_default_directory_is_new_each_time(

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
+import signal
+import socket
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from pipeworker.errors import RecordError, UsageError
+import cli
+from pipeworker.errors import InUse, RecordError, UsageError
+from pipeworker.record import run_record
 from pipeworker.record.metrics.rows import Rows
-from pipeworker.record.run_record import write_summary
+from pipeworker.record.run_record import RunRecord, write_summary
+from pipeworker.record.rundir import RunDir
 from pipeworker.runs.begin import RunRequest
 from pipeworker.wire.lines import Verdict
 from support.checkpoints import complete
@@ -94,6 +102,73 @@ def test_a_run_that_cannot_be_recorded_leaves_no_files(
     assert [*tmp_path.iterdir()] == [job_file]
 
 
+@pytest.mark.parametrize("auto_resume", [False, True])
+def test_a_start_that_is_killed_before_the_record_does_not_prevent_the_next(
+    tmp_path: Path, auto_resume: bool
+) -> None:
+    job_file, run_dir = tmp_path / "job.py", tmp_path / "run"
+    job_file.write_text("job = 1")
+    request = RunRequest(str(job_file), 1, {}, run_dir, auto_resume=auto_resume)
+    child = multiprocessing.get_context("fork").Process(
+        target=_killed_at_the_record, args=[request]
+    )
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    assert {path.name[-8:] for path in run_dir.iterdir()} == {".lock", "logs", ".partial"}
+    request.prepare().close()
+    assert (run_dir / "job.py").read_text() == "job = 1"
+    assert RunRecord.read(RunDir(run_dir)).last["job"] == "job.py"
+
+
+def _killed_at_the_record(request: RunRequest) -> None:
+    os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
+    request.prepare()
+
+
+def test_a_resume_copies_the_job_file_of_a_start_that_was_killed_before_it(tmp_path: Path) -> None:
+    job_file, run_dir = tmp_path / "job.py", tmp_path / "run"
+    job_file.write_text("job = 1")
+    request = RunRequest(str(job_file), 1, {}, run_dir, auto_resume=True)
+    request.prepare().close()
+    (run_dir / "job.py").unlink()
+    request.prepare().close()
+    last = RunRecord.read(RunDir(run_dir)).last
+    assert (run_dir / last["job"]).read_text() == "job = 1"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_a_run_begins_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    job_file, write = tmp_path / "job.py", run_record.write
+    job_file.touch()
+
+    def interrupted(*arguments: Any) -> None:
+        signal.raise_signal(number)
+        write(*arguments)
+
+    monkeypatch.setattr(run_record, "write", interrupted)
+    words = ["launch", "--stages", "1", "--run-dir", str(tmp_path / "new" / "run"), str(job_file)]
+    assert CliRunner().invoke(cli.main, words).exit_code == 130
+    assert [*tmp_path.iterdir()] == [job_file]
+
+
+@pytest.mark.parametrize("has_record", [False, True])
+def test_a_second_job_is_told_of_the_first(
+    tmp_path: Path, has_record: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = RunRequest(str(tmp_path / "job.py"), 1, {}, tmp_path / "run")
+    request.prepare().close()
+    if not has_record:
+        (tmp_path / "run" / "run.json").unlink()
+    monkeypatch.setattr("pipeworker.runs.begin.is_locked", lambda _: True)
+    owner = f"process {os.getpid()} on {socket.gethostname()}" if has_record else "another process"
+    for call in (request.prepare, request.check_directory):
+        with pytest.raises(InUse, match=f"run: is in use: {owner} runs it; wait for its end"):
+            call()
+
+
 def test_a_directory_that_a_later_job_cannot_have_is_found_now(tmp_path: Path) -> None:
     """As when a job is submitted that begins when the cluster has room."""
     job, run_dir = str(tmp_path / "job.py"), tmp_path / "run"
@@ -103,12 +178,14 @@ def test_a_directory_that_a_later_job_cannot_have_is_found_now(tmp_path: Path) -
     replace(new, auto_resume=True).check_directory()
     replace(new, run_dir=None).check_directory()
     run_dir.mkdir()
+    new.check_directory()
+    (run_dir / "notes").touch()
     for request in (new, replace(new, auto_resume=True)):
         with pytest.raises(UsageError, match="exists already; choose another --run-dir"):
             request.check_directory()
     with pytest.raises(UsageError, match="not the directory of a run"):
         replace(new, resume=True).check_directory()
-    run_dir.rmdir()
+    (run_dir / "notes").unlink()
     new.prepare().close()
     replace(new, auto_resume=True).check_directory()
     other = replace(new, options={"seed": 7}, auto_resume=True)
