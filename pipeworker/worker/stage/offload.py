@@ -247,7 +247,7 @@ class Packed:
             self._view = tensor.storage_offset(), tensor.size(), tensor.stride()
             # A tensor of the same dtype that shares the version counter and has no memory.
             self._tensor = tensor.detach()
-            self._tensor.data = torch.empty(0, dtype=tensor.dtype)
+            self._tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor, with its strides and alignment.

@@ -15,7 +15,7 @@ from pipeworker.host.position import Tracker
 from pipeworker.worker.blame import UserCodeError
 from pipeworker.worker.stage.layers import StageConfig
 from pipeworker.worker.stage.microbatch import MicroBatch
-from pipeworker.worker.stage.offload import Copies
+from pipeworker.worker.stage.offload import Copies, SavedGraph
 from pipeworker.worker.stage.stage import Stage
 from support.copies import CPU, LateCopies
 from support.layers import Layer
@@ -198,6 +198,21 @@ def test_a_change_in_place_of_what_has_left_is_found_as_without_hooks() -> None:
     one.forward(mb)
     with pytest.raises(UserCodeError, match=CHANGED):
         one.backward(mb)
+
+
+class _Meta(Copies):
+    """Copies of tensors on the meta device, whose memory a tensor of the CPU cannot replace."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_meta
+
+
+def test_what_has_left_takes_no_memory_of_another_device() -> None:
+    """Torch lets tensors of some accelerators replace those of the CPU, and of others not."""
+    graph = SavedGraph(_Meta(), frozenset())
+    packed = graph.pack(torch.empty(2, 3, device="meta"))
+    assert packed.unpack().shape == (2, 3)
+    assert packed.unpack().is_meta
 
 
 def test_a_change_in_place_of_what_stays_is_found_as_without_hooks() -> None:
