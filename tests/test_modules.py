@@ -49,7 +49,7 @@ MODULE = """
 
         def forward(self, ids, keep=None):
             length = ids.shape[1]
-            mask = torch.ones(length, length).tril()
+            mask = torch.ones(length, length, device=ids.device).tril()
             if keep is not None and not bool(keep.all()):
                 mask = mask * keep[:, None]
             x = self.drop(self.words(ids) * math.sqrt(WIDTH) + self.places[:length])
