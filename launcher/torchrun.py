@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -19,6 +20,7 @@ from pipeworker.environment import TORCHRUN_JOB, timings
 from pipeworker.errors import AGAIN, InUse, PipeworkerError, RendezvousError, UsageError
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.host.lifetime import die_with_parent, kill_group
+from pipeworker.host.session_watcher import share_sockets_folder
 from pipeworker.ranks import rendezvous
 from pipeworker.ranks.coordinator_process import CoordinatorProcess, EventListener
 from pipeworker.ranks.rank_info import RankInfo
@@ -198,11 +200,11 @@ def _leave(coordinator: CoordinatorProcess | None, stderr: int, abort: Abort) ->
 
 
 def _fork_guard() -> None:
-    """Fork a process that kills this process group when this process ends.
+    """Fork a process that kills this process group when this process ends, and removes its sockets.
 
     Torchrun makes each rank the leader of a group, but does not end the group of a dead rank.
     """
-    me = os.getpid()
+    me, folder = os.getpid(), share_sockets_folder()
     if sys.platform != "linux" or os.getpgrp() != me or os.fork():
         return
     try:
@@ -212,5 +214,7 @@ def _fork_guard() -> None:
         while os.getppid() == me:
             signal.sigwait({signal.SIGTERM})
         kill_group(me)
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)  # this process does so too, if it can
     finally:
         os._exit(0)

@@ -19,7 +19,7 @@ from pipeworker.timings import DEFAULT
 from support.jobs import Jobs, cpu_seconds, processes_of, until
 from support.live import SECONDS, Live, left_in
 from support.slow import slow
-from support.sources import JOB, SLEEPERS
+from support.sources import JOB, LOADER, SLEEPERS
 from support.terminal import Terminal
 
 STUCK = JOB.replace(
@@ -110,6 +110,24 @@ def test_a_killed_coordinator_fails_the_job(start: Callable[..., Live]) -> None:
         "failed",
         "the coordinator was killed",
     )
+
+
+@pytest.mark.parametrize("killed", [(), ("stage 0",), ("agent",), ("launcher", "agent")])
+def test_the_processes_of_a_data_loader_leave_no_sockets(
+    start: Callable[..., Live], killed: tuple[str, ...]
+) -> None:
+    """Without a fault the job ends in mid-epoch, by an interrupt."""
+    live = start(source=LOADER)
+    until(lambda: rows(live.path) > 2)
+    assert [*(live.folder / "tmp").glob("pymp-*/listener-*")]
+    before = rows(live.path)
+    for pid in [live.pid(process) for process in killed]:
+        os.kill(pid, signal.SIGKILL)
+    if "launcher" not in killed:
+        until(lambda: rows(live.path) > before + 2)
+        live.process.send_signal(signal.SIGINT)
+        assert live.end()[0] == 130
+    live.check_gone()
 
 
 def test_nothing_is_left_when_launcher_and_agent_are_killed_at_once(

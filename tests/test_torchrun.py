@@ -17,7 +17,7 @@ from support.hosts import ADDRESSES, Host
 from support.jobs import Jobs, Reference, processes_of, until
 from support.neighbours import IMPORTS, PRINTED, write_neighbours
 from support.slow import slow
-from support.sources import CALM, DIES, DROPOUT_JOB, JOB, SLEEPERS
+from support.sources import CALM, DIES, DROPOUT_JOB, JOB, LOADER, SLEEPERS
 from support.torchrun import TOKEN, Torchrun
 
 LOCAL = ("--microbatches", "4", "--steps", "4", "--clip-grad-norm", "0.5")
@@ -103,6 +103,22 @@ def test_a_killed_worker_ends_the_job(jobs: Jobs, torchrun: Torchrun, stage: int
     assert f"the worker of stage {stage} (pid {pid} on " in run.summary["error"]
     if stage:  # rank 0 is alive, and shows the error
         assert f"error: the worker of stage {stage}" in run.stderr
+
+
+@slow
+def test_the_processes_of_a_data_loader_leave_no_sockets(
+    jobs: Jobs, torchrun: Torchrun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = jobs.folder / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    started = torchrun(*ENDLESS, source=LOADER)
+    pid = started.training()["stages"][0]["pid"]
+    assert [*temporary.glob("pymp-*/listener-*")]
+    os.kill(pid, signal.SIGKILL)
+    assert started.end().status == 1
+    until(lambda: not processes_of(jobs.folder))
+    assert not [*temporary.glob("pymp-*")]
 
 
 @slow

@@ -27,7 +27,7 @@ from pipeworker.host.data_readers import DataReaders, ReaderLink, ReadingClock
 from pipeworker.host.descriptors import check_available, check_tasks, raise_limit
 from pipeworker.host.lifetime import die_with_parent, kill_group
 from pipeworker.host.position import Tracker
-from pipeworker.host.session_watcher import SessionWatcher
+from pipeworker.host.session_watcher import SessionWatcher, share_sockets_folder
 from pipeworker.host.signals import SignalSocket
 from pipeworker.host.start_progress import reported_progress
 from pipeworker.host.suspend_clock import SuspendAwareClock
@@ -301,7 +301,7 @@ def main() -> int:
     gc.disable()
     parent = os.getppid()
     die_with_parent(parent)  # until it can watch its input
-    watcher = SessionWatcher()  # forked while this process is small
+    watcher = SessionWatcher(share_sockets_folder())  # forked while this process is small
     with reported_progress(lambda seconds: _send(Starting(seconds))):
         # For its effect, and by name: a linter removes an import that nothing refers to.
         for name in ("process", "model.survey_process", "data.reader_process"):

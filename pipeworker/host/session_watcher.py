@@ -1,14 +1,16 @@
-"""A process that kills what a killed agent's workers have started.
+"""A process that ends and removes what a killed agent's workers have started.
 
 A worker leads a session. If its agent is killed, the kernel kills the worker, but not the processes
 that the worker had started. The watcher then kills all that is left in these sessions, although
 launcher and agent may have been killed together. A process that has started a session of its own
-has detached itself, and stays.
+has detached itself, and stays. Last, the watcher removes their sockets of ``multiprocessing``.
 """
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
+import shutil
 import signal
 from collections.abc import Collection
 from contextlib import suppress
@@ -25,15 +27,20 @@ class SessionWatcher:
     """The watcher of this process's workers, a child that outlives this process.
 
     If the system grants no process for it, nothing is watched: it grants none for a worker either.
+
+    Args:
+        folder: the folder of their sockets, from :func:`share_sockets_folder`; "" for none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str = "") -> None:
         reads, self._writes = os.pipe()
         with suppress(OSError):
             if os.fork() == 0:
                 try:
                     os.close(self._writes)
                     _watch(reads)
+                    if folder:
+                        shutil.rmtree(folder, ignore_errors=True)  # the agent does so too
                 finally:
                     os._exit(0)
         os.close(reads)
@@ -53,6 +60,20 @@ class SessionWatcher:
     def _write(self, record: int) -> None:
         with suppress(BrokenPipeError):  # there is no watcher
             os.write(self._writes, _RECORD.pack(record))
+
+
+def share_sockets_folder() -> str:
+    """Make one folder for the sockets of ``multiprocessing`` in this process and its descendants.
+
+    This process removes it at its end. Otherwise each process of a data loader makes one of its
+    own, which stays when the process is killed.
+
+    Returns:
+        Its path; "" if no temporary folder can be written, which most jobs do not need.
+    """
+    with suppress(OSError):
+        return multiprocessing.util.get_temp_dir()
+    return ""
 
 
 def kill_sessions(leaders: Collection[int]) -> None:

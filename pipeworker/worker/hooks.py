@@ -22,7 +22,7 @@ import torch
 from pipeworker.errors import PipeworkerError
 from pipeworker.host import streams
 from pipeworker.host.lifetime import die_with_parent
-from pipeworker.host.session_watcher import SessionWatcher
+from pipeworker.host.session_watcher import SessionWatcher, share_sockets_folder
 from pipeworker.job import file as job_file
 from pipeworker.job.options import Options
 from pipeworker.record.run_feed import CHECKPOINT, PlaceFile, Record, RunFeed
@@ -164,7 +164,7 @@ class _Parent:
 def main() -> int:
     """Call the hooks of the job that standard input describes; return the exit status."""
     die_with_parent(os.getppid())
-    watcher = SessionWatcher()  # of what the user's code starts
+    watcher = SessionWatcher(share_sockets_folder())  # of what the user's code starts
     watcher.add(os.getpid())
     for number in _SIGNALS:
         signal.signal(number, _ignore)

@@ -25,6 +25,22 @@ JOB = """
 """
 """A small job of five layers and six mini-batches of ten samples."""
 
+LOADER = (
+    JOB.partition("def data")[0]
+    + """
+    class Numbers(torch.utils.data.Dataset):
+        def __len__(self):
+            return 1_000
+
+        def __getitem__(self, index):
+            return torch.full((8,), index / 1_000), index % 3
+
+    def data():
+        return torch.utils.data.DataLoader(Numbers(), batch_size=10, num_workers=2)
+"""
+)
+"""Its mini-batches come from the processes of a data loader."""
+
 DROPOUT = JOB.replace("nn.ReLU(),", "nn.ReLU(), nn.Dropout(0.3),")
 
 DROPOUT_JOB = """
