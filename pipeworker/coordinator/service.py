@@ -30,7 +30,7 @@ from pipeworker.environment import timings
 from pipeworker.errors import PipeworkerError, UnreadableFile
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.facts.step import Evaluation, StepResult
-from pipeworker.host.descriptors import DescriptorReserve, check_available
+from pipeworker.host.descriptors import DescriptorReserve, check_available, check_tasks
 from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.job.options import Options
 from pipeworker.record.facts_cache import FactsCache, default_folder
@@ -258,6 +258,7 @@ def check_room(options: Options) -> None:
     """Raise PipeworkerError if the system does not grant the sockets of all workers."""
     descriptors, threads = sockets.SERVER_NEEDS
     try:
+        check_tasks(threads, "the coordinator needs")
         check_available(descriptors + options.workers, threads)
     except OSError as error:
         raise PipeworkerError(f"cannot start the coordinator: {error.strerror}") from None
