@@ -46,7 +46,8 @@ SOURCE = """
             wave = torch.complex(x, x.flip(1))
             return Pair(x, {
                 "twice": [x, x], "view": x[:, ::2], "t": x.t().contiguous().t(), "wave": wave,
-                "none": None, "plain": (3, 2.5, True, "word"), "empty": x[:, :0],
+                "none": None, "plain": (3, 2.5, True, "word", 2**100), "empty": x[:, :0],
+                "many": [x[index % len(x), index % 8] for index in range(300)],
                 "bool": x > 0, "int": torch.arange(len(x)), "half": x.half(),
             })
 
@@ -59,7 +60,7 @@ SOURCE = """
             more = pair.more
             assert more["twice"][0] is more["twice"][1] is pair.x
             assert more["empty"].shape == (len(pair.x), 0)
-            assert more["plain"] == (3, 2.5, True, "word")
+            assert more["plain"] == (3, 2.5, True, "word", 2**100)
             assert len(pair.x) == 1 or more["t"].stride() == (1, len(pair.x))
             x = pair.x + more["twice"][1] + more["t"] + more["half"].float()
             x = x + more["wave"].abs() + more["view"].repeat_interleave(2, 1)

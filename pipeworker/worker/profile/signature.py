@@ -197,7 +197,7 @@ class ValueSignature:
         ]
         try:
             packed: bytes = msgpack.packb((self.structure, self.leaves, tensors))
-        except (ValueError, OverflowError, TypeError) as error:  # an integer of more than 64 bits
+        except (ValueError, TypeError) as error:  # half of a surrogate
             raise PipeworkerError(f"a value cannot be described: {error}") from error
         return packed
 

@@ -320,18 +320,18 @@ class Receiver(_End):
             if frame is not None:
                 chosen.append((number, frame))
                 messages += len(frame.tensors)
-        posted = self._post([frame for _, frame in chosen], EXPECTED)
+        posted = self._post([frame for _, frame in chosen])
         self._posted.update(zip([m for m, _ in chosen], posted, strict=True))
 
-    def _post(self, chosen: Sequence[Frame], tag: int) -> list[_Posted]:
-        lane, pool = self._control if tag else self._bulk, self._pools[tag]
+    def _post(self, chosen: Sequence[Frame]) -> list[_Posted]:
+        pool = self._pools[EXPECTED]
         buffers = [[pool.acquire(layout) for layout in frame.tensors] for frame in chosen]
         moving = [[buffer for buffer in some if buffer.numel()] for some in buffers]
-        if self._notices is not None and tag == EXPECTED:
+        if self._notices is not None:
             memory = [bytearray(1) for _ in chosen]
             tensors = [torch.frombuffer(one, dtype=torch.uint8) for one in memory]
             self._notices += zip(memory, self._control.receive(tensors, NOTICE), strict=True)
-        pending = iter(lane.receive(list(chain.from_iterable(moving)), tag))
+        pending = iter(self._bulk.receive(list(chain.from_iterable(moving)), EXPECTED))
         return [
             _Posted(frame, some, list(islice(pending, len(those))), pool)
             for frame, some, those in zip(chosen, buffers, moving, strict=True)
@@ -354,10 +354,14 @@ class Receiver(_End):
             header += piece
         HEAD.pack_into(self._header, 0, 0, 0)
         (self._header_pending,) = self._control.receive([self._header_tensor], HEADER)
-        (posted,) = self._post([frames.from_bytes(bytes(header), self._types)], DESCRIBED)
-        for pending in posted.pending:
-            pending.wait()
-        return posted
+        frame, pool = frames.from_bytes(bytes(header), self._types), self._pools[DESCRIBED]
+        buffers = [pool.acquire(layout) for layout in frame.tensors]
+        moving = [buffer for buffer in buffers if buffer.numel()]
+        for start in range(0, len(moving), frames.MAX_POSTED):
+            some = moving[start : start + frames.MAX_POSTED]
+            for pending in self._control.receive(some, DESCRIBED):
+                pending.wait()
+        return _Posted(frame, buffers, [], pool)
 
 
 def _pool(lane: Lane, accelerator: Accelerator | None) -> BufferPool:

@@ -31,7 +31,10 @@ from pipeworker.worker.transport.layout import (
 )
 from pipeworker.worker.transport.structure import LEAF, NO_TYPES, Encoded, Structure, TypeRegistry
 
-MAX_TENSORS = 128
+MAX_TENSORS = 4096
+MAX_POSTED = 128
+"""Tensors of a frame whose receives are posted together: a link holds some 500 messages before it
+makes its ends wait for each other, and several frames may be under way."""
 MAX_HEADER_BYTES = 16 << 20
 _MAX_DIMS = 64
 _MAX_CACHED_BYTES = 16 << 10
@@ -82,8 +85,11 @@ class KnownFrames(dict[tuple[int | None, int], Frame]):
     """
 
     def learn(self, signature: int | None, number: int, frame: Frame) -> None:
-        """Expect a frame from now on, if it has elements and its mini-batch has a signature."""
-        if signature is not None and frame.has_elements:
+        """Expect a frame from now on, if its mini-batch has a signature and a receive can wait.
+
+        It cannot if the frame has no elements, or more tensors than can be posted together.
+        """
+        if signature is not None and frame.has_elements and len(frame.tensors) <= MAX_POSTED:
             last = next(reversed(self.values()), frame)
             self[signature, number] = last if last == frame else frame  # equal ones are shared
         else:
@@ -182,7 +188,7 @@ def to_bytes(frame: Frame) -> bytes:
         raise cannot_pass(f"a tensor of more than {_MAX_DIMS} dimensions", "flatten some")
     try:
         header: bytes = msgpack.packb((frame.structure, frame.leaves, tensors, frame.common))
-    except (OverflowError, ValueError) as error:  # a number beyond 64 bits, half of a surrogate
+    except ValueError as error:  # half of a surrogate
         raise PipeworkerError(f"the output of a stage cannot be described: {error}") from error
     if len(header) > MAX_HEADER_BYTES:
         raise cannot_pass(f"plain values of {len(header)} bytes", "make tensors of them")

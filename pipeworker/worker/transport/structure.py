@@ -43,7 +43,7 @@ _FACTORIES: tuple[type | None, ...]
 _FACTORIES = None, list, dict, tuple, set, int, float, str, bool, bytes, OrderedDict
 """The default factories that a defaultdict may have."""
 _LEAF_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, *PLAIN_TYPES})
-_BOOL, _INT, _FLOAT, _ENUM, _KEYS = range(5)  # the tags of encoded values
+_BOOL, _INT, _FLOAT, _ENUM, _KEYS, _LONG = range(6)  # the tags of encoded values
 _WORD = 1 << 63
 
 
@@ -254,8 +254,8 @@ def encode_scalar(value: Any) -> Encoded:
     1, 1.0 and True are equal in Python, as are 0.0 and -0.0; their exact forms differ.
     """
     kind = type(value)
-    if kind is int:
-        return _INT, value
+    if kind is int:  # msgpack has 64 bits
+        return (_INT, value) if -_WORD <= value < _WORD else (_LONG, hex(value))
     if kind is bool:
         return _BOOL, int(value)
     if kind is float:
@@ -296,6 +296,8 @@ def decode(encoded: Any, types: TypeRegistry, depth_left: int = MAX_DEPTH) -> An
             return item
         if tag == _BOOL and type(item) is int and item in (0, 1):
             return item == 1
+        if tag == _LONG and type(item) is str:
+            return _decode_long(item)
         if tag == _FLOAT and type(item) is str:
             return _decode_float(item)
         if tag == _KEYS and type(item) is tuple and depth_left:
@@ -306,6 +308,14 @@ def decode(encoded: Any, types: TypeRegistry, depth_left: int = MAX_DEPTH) -> An
         if kind is not None and issubclass(kind, Enum) and name in kind.__members__:
             return kind.__members__[name]
     raise _invalid("has an invalid value")
+
+
+def _decode_long(text: str) -> int:
+    with suppress(ValueError):
+        value = int(text, 16)
+        if hex(value) == text and not -_WORD <= value < _WORD:
+            return value
+    raise _invalid("has an invalid number")
 
 
 def _decode_float(text: str) -> float:

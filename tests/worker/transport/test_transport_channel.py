@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from pipeworker.errors import PeerLost, PipeworkerError
 from pipeworker.worker.transport.channel import Receiver, Sender
+from pipeworker.worker.transport.frame import MAX_POSTED, MAX_TENSORS
 from pipeworker.worker.transport.send_thread import SendThread
 from support.channels import HEADER, LINKS, Channel
 
@@ -349,15 +350,25 @@ def test_both_ends_notice_a_lost_peer() -> None:
         channel.sender.flush()
 
 
-def test_more_tensors_than_a_link_holds_are_refused() -> None:
+def test_more_tensors_than_a_frame_has_are_refused() -> None:
+    many = [torch.full((1,), float(i)) for i in range(MAX_TENSORS)]
     channel = Channel()
-    with pytest.raises(PipeworkerError, match=r"129 tensors cannot pass .* at once: 128 can"):
-        channel.step([[torch.zeros(1) for _ in range(129)]])
-    many = [[torch.full((1,), float(i)) for i in range(128)]]
+    with pytest.raises(PipeworkerError, match=f"{MAX_TENSORS + 1} tensors cannot pass .* at once"):
+        channel.step([[*many, torch.zeros(1)]])
+
+
+@pytest.mark.parametrize("count", [MAX_POSTED, MAX_POSTED + 1, MAX_TENSORS])
+def test_all_tensors_of_a_frame_arrive(count: int) -> None:
+    """Those of a large frame are described each time: their receives are posted some at a time."""
     channel = Channel()
+    many = [torch.full((1,), float(i)) for i in range(count)]
+    messages = []
     for _ in range(2):
-        arrived, _ = channel.step(many)
-        assert [t.item() for t in arrived[0]] == list(range(128))
+        arrived, sent = channel.step([many])
+        assert [t.item() for t in arrived[0]] == list(range(count))
+        messages.append(sent)
+    assert messages[0] > count
+    assert (messages[1] == count) == (count <= MAX_POSTED)
 
 
 @pytest.mark.parametrize("threaded", [False, True])

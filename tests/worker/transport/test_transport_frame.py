@@ -338,15 +338,14 @@ def test_a_value_that_cannot_pass_is_refused_by_its_class(value: Any, message: s
         ),
         ({Thing: 1}, "a dict has the key <class .*Thing.*only plain values"),
         ({(0, 1j): filled((1,))}, "a dict has the key 1j"),
-        ([2**64], "the output of a stage cannot be described: "),
         (["\ud800"], "the output of a stage cannot be described: "),
         ([None] * (1 << 17) + [1], "a list cannot pass.*has 131073 parts"),
         (["x" * (17 << 20)], "plain values of 178[0-9]+ bytes cannot pass.*make tensors of them"),
-        ([filled(())] * 2 + [filled(()) for _ in range(128)], "129 tensors cannot pass"),
+        ([filled(())] * 2 + [filled(()) for _ in range(4096)], "4097 tensors cannot pass"),
         (filled((1,) * 65), "a tensor of more than 64 dimensions cannot pass"),
     ],
     ids=[
-        *("namedtuple", "key that is a class", "key that is a tuple", "large number"),
+        *("namedtuple", "key that is a class", "key that is a tuple"),
         *("half a surrogate", "many parts", "long text", "many tensors", "many dimensions"),
     ],
 )
