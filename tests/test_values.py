@@ -125,6 +125,40 @@ def test_any_value_is_sent_and_the_bits_are_the_same(jobs: Jobs) -> None:
     assert "True" not in runs[0].log("worker-0")
 
 
+IN_PLACE = """
+    import torch
+    from torch import nn
+
+    class Halve(nn.Module):
+        def forward(self, x):
+            return x.mul_(0.5)
+
+    def model():
+        return nn.Sequential(Halve(), nn.Linear(8, 8))
+
+    def loss(output, target):
+        return nn.functional.mse_loss(output, target)
+
+    def optimizer(params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    STORED = [torch.ones(4, 8), torch.full((4, 8), 2.0)]
+
+    def data():
+        for x in STORED:
+            yield x, x
+"""
+"""Its first layer changes the input, which is the target and stays in memory."""
+
+
+def test_a_change_of_the_input_in_place_reaches_no_target_and_no_data_set(jobs: Jobs) -> None:
+    words = ("--microbatches", "2", "--epochs", "3")
+    copied = IN_PLACE.replace("yield x, x", "yield x.clone(), x")
+    reference = jobs.train("--stages", "1", *words, source=copied)
+    for stages in ("1", "2"):
+        assert_same(jobs.train("--stages", stages, *words, source=IN_PLACE), reference)
+
+
 LATE = JOB.replace(
     "def model",
     """
