@@ -112,11 +112,16 @@ def test_a_killed_coordinator_fails_the_job(start: Callable[..., Live]) -> None:
     )
 
 
-@pytest.mark.parametrize("killed", [(), ("stage 0",), ("agent",), ("launcher", "agent")])
-def test_the_processes_of_a_data_loader_leave_no_sockets(
-    start: Callable[..., Live], killed: tuple[str, ...]
-) -> None:
-    """Without a fault the job ends in mid-epoch, by an interrupt."""
+@pytest.mark.parametrize(
+    "killed",
+    [(), ("stage 0",), ("agent",), ("launcher", "agent")],
+    ids=["none", "stage", "agent", "both"],
+)
+def test_no_socket_stays(start: Callable[..., Live], killed: tuple[str, ...]) -> None:
+    """The processes of a data loader have sockets, whose paths may have 107 characters.
+
+    Without a fault the job ends in mid-epoch, by an interrupt.
+    """
     live = start(source=LOADER)
     until(lambda: rows(live.path) > 2)
     assert [*(live.folder / "tmp").glob("pymp-*/listener-*")]

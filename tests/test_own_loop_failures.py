@@ -262,6 +262,7 @@ def test_mistakes_are_reported_before_the_job_starts(
 def test_a_mistake_on_rank_0_is_raised_on_the_others(scripts: Scripts) -> None:
     loop = """
         Path("taken").mkdir(exist_ok=True)
+        Path("taken", "notes.txt").touch()
         try:
             pipeworker.Pipeline(model, loss=loss, optimizer=optimizer, run_dir="taken")
         except pipeworker.UsageError as error:

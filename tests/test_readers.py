@@ -320,7 +320,7 @@ def test_a_header_that_names_a_function_calls_nothing(
     ):
         if isinstance(structure, dict):
             structure = json.dumps([1, structure])
-        header = msgpack.packb((structure, [None], []))
+        header = msgpack.packb((structure, [None], [], False))
         (source, target) = (links[FORTH] for links in connect_all((FORTH,), 2, backend))
         receiver = Receiver(target, 1, KINDS)
         pending = [
