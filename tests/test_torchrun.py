@@ -106,9 +106,7 @@ def test_a_killed_worker_ends_the_job(jobs: Jobs, torchrun: Torchrun, stage: int
 
 
 @slow
-def test_no_socket_stays(
-    jobs: Jobs, torchrun: Torchrun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_socket_stays(jobs: Jobs, torchrun: Torchrun, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary = jobs.folder / "tmp"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
