@@ -107,11 +107,12 @@ def test_a_node_that_is_not_replaced(cluster: Any, jobs: Jobs) -> None:
     process, run_dir = jobs.start(*words(cluster, *options), source=SLOW, cold=True)
     until(lambda: steps(run_dir) >= 5)
     cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
-    _, stderr = process.communicate(timeout=120)
+    _, stderr = process.communicate(timeout=200)
     assert process.returncode == 1
     assert "is saved before it ends" in stderr
     (saved,) = (run_dir / "checkpoints").glob("step-*")
-    assert int(saved.name.rpartition("-")[2]) >= steps(run_dir) - 1
+    # The neighbour gets a snapshot while the next steps run.
+    assert int(saved.name.rpartition("-")[2]) >= steps(run_dir) - 3
 
 
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT])

@@ -65,7 +65,7 @@ else:
     _FakeTensor = _find("torch._subclasses.fake_tensor.FakeTensor")
     without_fake_modes = _find("torch._subclasses.fake_tensor.unset_fake_temporarily")
     """Returns a context in which functions that make tensors make real ones."""
-    TorchDispatchMode = _find("torch.utils._python_dispatch.TorchDispatchMode")
+    TorchDispatchMode = _find("torch.utils._python_dispatch.TorchDispatchMode") or object
     """Sees every operation, and so the memory that a layer takes for a time on the CPU."""
     BatchNorm = _find("torch.nn.modules.batchnorm._BatchNorm")
     """The common base class of all batch norms, whose statistics are deferred."""

@@ -29,8 +29,9 @@ class Terminal:
         self._master: int | None = None
         self._master, child_end = pty.openpty()
         fcntl.ioctl(child_end, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+        env = {**os.environ, "TERM": "xterm"}  # the tests may run in one that shows no bar
         try:
-            self._process = jobs.python(*line, terminal=child_end)
+            self._process = jobs.python(*line, env=env, terminal=child_end)
         finally:
             os.close(child_end)
 
