@@ -169,7 +169,7 @@ class Measuring:
 
     @property
     def warning(self) -> str:
-        """What to tell the user if the facts lack those of the loss; else ""."""
+        """The text of a warning if the facts lack those of the loss; else ""."""
         if self._loss is not None or self.facts() is None:
             return ""
         return f"loss() cannot be measured, and the plan counts it as 0 s: {self.problem}"

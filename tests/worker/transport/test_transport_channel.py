@@ -359,7 +359,7 @@ def test_more_tensors_than_a_frame_has_are_refused() -> None:
 
 @pytest.mark.parametrize("count", [MAX_POSTED, MAX_POSTED + 1, MAX_TENSORS])
 def test_all_tensors_of_a_frame_arrive(count: int) -> None:
-    """Those of a large frame are described each time: their receives are posted some at a time."""
+    """A large frame is described each time, and its receives are posted some at a time."""
     channel = Channel()
     many = [torch.full((1,), float(i)) for i in range(count)]
     messages = []
