@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=14)
+    parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=600)
