@@ -17,15 +17,7 @@ import click
 
 from launcher import choose, templates
 from launcher.choose import Target
-from launcher.command import (
-    INTERRUPTED,
-    Shown,
-    clearly,
-    is_given,
-    is_typed,
-    origin,
-    written,
-)
+from launcher.command import INTERRUPTED, Shown, clearly, is_given, is_typed, origin, written
 from launcher.display_options import take_style
 from launcher.engines.engine import Carrier, Cluster, SubmittedJob
 from launcher.evaluate import evaluate
@@ -356,7 +348,7 @@ def export(
       weights/, weights     a folder in Hugging Face's layout: model.safetensors,
                             or several files of at most SIZE with an index
     """
-    from pipeworker.record.export import export_weights
+    from pipeworker.record.weights.export import export_weights
 
     done = export_weights(
         source, out, dtype, shard_size, best=best, pattern=like, adapters=adapters

@@ -34,7 +34,7 @@ from conformance_cases import CASES, MICROBATCHES, RATE, SAMPLES, STEPS, Case, o
 from peer import PLACED, Pack
 from torch import nn
 
-from pipeworker.record.checkpoint import Checkpoint
+from pipeworker.record.checkpoint.checkpoint import Checkpoint
 from pipeworker.record.rundir import find_checkpoint
 
 Weights = dict[str, torch.Tensor]

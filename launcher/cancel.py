@@ -78,8 +78,8 @@ def _cancel_here(path: Path, run_dir: RunDir) -> str:
         click.echo("the job saves a checkpoint at the end of its step, and ends", err=True)
         while lock.is_locked(run_dir.lock):
             time.sleep(_POLL_SECONDS)
-        step = run_dir.last_checkpoint_step()
+        step = run_dir.checkpoints.last_step()
     except OSError as error:
         raise RecordError(error.filename or path, error) from None
-    where = path / run_dir.checkpoint(step).relative_to(run_dir.path) if step >= 0 else None
+    where = path / run_dir.checkpoints.at(step).relative_to(run_dir.path) if step >= 0 else None
     return f"{path}: the job has ended" + (f"; its last checkpoint is {where}" if where else "")

@@ -21,8 +21,8 @@ from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.facts.step import Evaluation
 from pipeworker.job.interval import END
 from pipeworker.job.options import BEST, LOGGERS, Options
+from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
 from pipeworker.record.lock import RunLock
-from pipeworker.record.manifest import MANIFEST, Manifest
 from pipeworker.record.metrics import rows
 from pipeworker.record.run_record import RunRecord, find_best_checkpoint
 from pipeworker.record.rundir import RunDir, find_checkpoint
@@ -71,11 +71,11 @@ def evaluate(
         local.check_job_file(job_file)
         options = _options(record, job_file, stages, arguments)
         place = RunDir(Path(folder, "run"))
-        for made in (place.path, place.checkpoints, place.coordinator_log().parent):
+        for made in (place.path, place.checkpoints.path, place.coordinator_log().parent):
             made.mkdir()
-        place.checkpoint(manifest.step).symlink_to(path.resolve())
+        place.checkpoints.at(manifest.step).symlink_to(path.resolve())
         options = replace(
-            options, resume=str(place.checkpoint(manifest.step)), resume_step=manifest.step
+            options, resume=str(place.checkpoints.at(manifest.step)), resume_step=manifest.step
         )
         lock = RunLock(place.lock, exclusive=False)
         prepared = PreparedRun(options, RunDir.open(place.path), lock, ExitStack())
@@ -102,10 +102,10 @@ def _find(run: Path, name: str | None, *, best: bool) -> Path:
         return find_checkpoint(run)
     run_dir = RunDir(run)
     step = int(name) if name.isascii() and name.isdigit() and len(name) < 19 else -1
-    for path in (run_dir.checkpoint(step), run_dir.checkpoints / name, Path(name)):
+    for path in (run_dir.checkpoints.at(step), run_dir.checkpoints.path / name, Path(name)):
         if (path / MANIFEST).is_file():
             return path
-    there = ", ".join(path.name for path in run_dir.checkpoint_paths()) or "none is there"
+    there = ", ".join(path.name for path in run_dir.checkpoints.paths()) or "none is there"
     raise UsageError(f"--checkpoint {name}: not a checkpoint of {run}; use one of: {there}")
 
 

@@ -36,9 +36,10 @@ from pipeworker.host.lifetime import kill_group
 from pipeworker.host.line_process import LineProcess, start_agent, start_coordinator
 from pipeworker.host.signals import SignalSocket
 from pipeworker.host.suspend_clock import SuspendAwareClock
-from pipeworker.record.atomic_file import open_file
+from pipeworker.record.files.atomic_file import open_file
+from pipeworker.record.files.located import located
 from pipeworker.record.run_record import write_summary
-from pipeworker.record.rundir import file_digest, located
+from pipeworker.record.rundir import file_digest
 from pipeworker.runs.begin import PreparedRun
 from pipeworker.wire import interfaces, lines
 from pipeworker.wire.keys import new_token

@@ -38,7 +38,7 @@ def measure(options: Options) -> NetworkFacts:
     )
     with tempfile.TemporaryDirectory(prefix="pipeworker-") as folder:
         place = RunDir(Path(folder))
-        for made in (place.checkpoints, place.coordinator_log().parent):
+        for made in (place.checkpoints.path, place.coordinator_log().parent):
             made.mkdir()
         lock = RunLock(place.lock, exclusive=False)
         prepared = PreparedRun(options, RunDir.open(place.path), lock, ExitStack())

@@ -40,7 +40,7 @@ from pipeworker.plan.planner.choices import (
     plan_request,
 )
 from pipeworker.plan.planner.planner import whole_text
-from pipeworker.record.atomic_file import write_bytes
+from pipeworker.record.files.atomic_file import write_bytes
 
 _OF_SCHEDULE = ("microbatches", "schedule", "virtual_stages", "recompute")
 """Options of `launch` that decide a schedule."""

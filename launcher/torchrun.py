@@ -24,7 +24,7 @@ from pipeworker.host.session_watcher import share_sockets_folder
 from pipeworker.ranks import rendezvous
 from pipeworker.ranks.coordinator_process import CoordinatorProcess, EventListener
 from pipeworker.ranks.rank_info import RankInfo
-from pipeworker.record.atomic_file import write_json
+from pipeworker.record.files.atomic_file import write_json
 from pipeworker.record.run_record import RunRecord
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs.begin import PreparedRun, RunRequest

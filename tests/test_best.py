@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import cli
-from pipeworker.record.checkpoint import Checkpoint
+from pipeworker.record.checkpoint.checkpoint import Checkpoint
 from support.jobs import Jobs
 from support.slow import slow
 from support.sources import JOB

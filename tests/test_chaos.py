@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pipeworker.plan.actions import Action, Kind
-from pipeworker.record.manifest import file_names
+from pipeworker.record.checkpoint.manifest import file_names
 from support.compare import assert_same
 from support.fault_injection import AT_START, IN_COMMIT, IN_RECOVERY, KILLED, Fault, FaultInjector
 from support.jobs import Jobs

@@ -22,12 +22,13 @@ from torch import nn
 
 import cli
 from pipeworker.errors import UsageError
-from pipeworker.record.export import export_weights
+from pipeworker.record.weights.export import export_weights
 from support.exports import Hostile, save
 from support.jobs import Jobs
 
 UNPRIVILEGED = """
-import os, sys, cli, torch, safetensors.torch, pipeworker.record.export  # while they can be read
+# while they can be read:
+import os, sys, cli, torch, safetensors.torch, pipeworker.record.weights.export
 if os.geteuid() == 0:
     os.seteuid(65534)
 cli.main(sys.argv[1:], prog_name="pipeworker")

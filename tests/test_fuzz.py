@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from pipeworker.plan.orders import ORDERS
-from pipeworker.record.manifest import file_names
+from pipeworker.record.checkpoint.manifest import file_names
 from support.compare import assert_identical
 from support.drawn_job import DrawnJob, draw_job
 from support.fault_injection import AT_START, IN_COMMIT, IN_RECOVERY, TIMEOUT, Fault, FaultInjector

@@ -28,18 +28,18 @@ from pipeworker.environment import facts
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.job.option_parsing import make_options
 from pipeworker.record import run_record
-from pipeworker.record.checkpoint import Checkpoint
-from pipeworker.record.initial_weights import InitialWeights
-from pipeworker.record.manifest import MANIFEST, WEIGHTS_INDEX, Manifest, file_names
-from pipeworker.record.restore import restore, restored_position
+from pipeworker.record.checkpoint.checkpoint import Checkpoint
+from pipeworker.record.checkpoint.manifest import MANIFEST, WEIGHTS_INDEX, Manifest, file_names
+from pipeworker.record.checkpoint.restore import restore, restored_position
+from pipeworker.record.checkpoint.stage_state import StageState
 from pipeworker.record.rundir import RunDir
-from pipeworker.record.stage_state import StageState
+from pipeworker.record.weights.initial_weights import InitialWeights
 from pipeworker.runs.begin import PreparedRun
 from pipeworker.wire.lines import Verdict
 from support.checkpoints import part, save_worker_files
 
 RUN = RunDir(Path("runs/run"))
-SAVED = RUN.checkpoint(2)
+SAVED = RUN.checkpoints.at(2)
 STATE = file_names(0, 1)[2]
 BEGIN = ("launch", "--stages", "1", "--run-dir", "new", "job.py", "--init-from")
 COMMANDS = {
@@ -97,9 +97,9 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run.lock.touch()
     made, names = stage(), LayerNames.numbered(1)
     files = save_worker_files(
-        run.partial_checkpoint(2), 0, 1, [made], position={"epoch": 0, "index": 2}
+        run.checkpoints.partial(2), 0, 1, [made], position={"epoch": 0, "index": 2}
     )
-    run.commit_checkpoint(Manifest(2, 1, names, files, evaluation={"step": 2, "loss": 0.5}))
+    run.checkpoints.commit(Manifest(2, 1, names, files, evaluation={"step": 2, "loss": 0.5}))
     weights = {f"0.{name}": value for name, value in made.layers[0].state_dict().items()}
     (folder / "weights").mkdir()
     save_file(weights, folder / "weights/a.safetensors")

@@ -36,10 +36,14 @@ LIGHT = [
     *("pipeworker.environment", "pipeworker.facts", "pipeworker.plan", "pipeworker.wire"),
     *("pipeworker.coordinator", "pipeworker.runs", "pipeworker.display", "pipeworker.host"),
     *("pipeworker.job.options", "pipeworker.job.option_parsing", "pipeworker.job.resume_options"),
-    *("pipeworker.record.rundir", "pipeworker.record.manifest", "pipeworker.record.lock"),
+    *(
+        "pipeworker.record.rundir",
+        "pipeworker.record.checkpoint.manifest",
+        "pipeworker.record.lock",
+    ),
     "pipeworker.record.run_record",
-    *("pipeworker.record.atomic_file", "pipeworker.record.snapshot_memory"),
-    *("pipeworker.record.weight_files", "pipeworker.record.metrics"),
+    *("pipeworker.record.files.atomic_file", "pipeworker.record.checkpoint.snapshot_memory"),
+    *("pipeworker.record.weights.weight_files", "pipeworker.record.metrics"),
     "launcher",
 ]
 """Modules that run where torch is not installed, or must start at once."""
@@ -145,7 +149,7 @@ def test_the_files_are_found() -> None:
     assert "zmq" in imports("pipeworker.wire.sockets")  # a forbidden import would be seen
     assert "torch" in reaches("pipeworker.worker.worker")
     assert reaches("pipeworker.coordinator.service")["secrets"][-2] in {
-        *("pipeworker.wire.keys", "pipeworker.wire.sockets", "pipeworker.record.atomic_file"),
+        *("pipeworker.wire.keys", "pipeworker.wire.sockets", "pipeworker.record.files.atomic_file"),
     }
 
 

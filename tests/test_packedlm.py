@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeworker.record.checkpoint import Checkpoint
+from pipeworker.record.checkpoint.checkpoint import Checkpoint
 from pipeworker.record.rundir import find_checkpoint
 from support.jobs import Jobs
 

@@ -32,7 +32,7 @@ from pipeworker.facts.position import Position
 from pipeworker.facts.step import Batch
 from pipeworker.job.options import Options
 from pipeworker.plan.actions import Edge, Payload, parse_actions
-from pipeworker.record.manifest import Manifest
+from pipeworker.record.checkpoint.manifest import Manifest
 from pipeworker.record.run_record import RunRecord
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs import listing, show

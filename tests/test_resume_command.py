@@ -98,12 +98,12 @@ def test_a_run_resumes_from_its_newest_intact_checkpoint(command: Command) -> No
     command.launch(*NEW)
     for step in (2, 4, 6):
         complete(command.run, step)
-    (command.run.checkpoint(6) / "state-00001-of-00001.json").unlink()
+    (command.run.checkpoints.at(6) / "state-00001-of-00001.json").unlink()
     rows = [json.dumps({"step": step}) + "\n" for step in range(1, 8)]
     command.run.metrics.write_text("".join(rows))
     command.run.summary.write_text("{}")
     options = command.launch(*RESUME)
-    assert (options.resume, options.resume_step) == (str(command.run.checkpoint(4)), 4)
+    assert (options.resume, options.resume_step) == (str(command.run.checkpoints.at(4)), 4)
     (warning,) = command.warnings
     assert warning.startswith("damaged checkpoint set aside: ")
     assert "step-00000006/state-00001-of-00001.json is missing" in warning
@@ -193,9 +193,9 @@ def test_a_directory_without_an_intact_checkpoint(command: Command) -> None:
         (complete(command.run, step) / "manifest.json").write_text("")
     error = command.refused(*RESUME)
     head, *damaged = error.splitlines()
-    assert head == f"{command.run.checkpoints}: every checkpoint is damaged; restore one:"
+    assert head == f"{command.run.checkpoints.path}: every checkpoint is damaged; restore one:"
     for line, step in zip(damaged, (4, 2), strict=True):
-        path = command.run.checkpoint(step) / "manifest.json"
+        path = command.run.checkpoints.at(step) / "manifest.json"
         assert line.startswith(f"  {path.parent.name}: {path}: cannot be read: ")
 
 
@@ -275,7 +275,7 @@ def test_a_rank_of_torchrun(command: Command, ranks: Callable[..., PreparedRun |
     assert made
     options = made.options
     assert (options.stages, options.microbatches, options.balance) == (4, 8, None)
-    assert options.resume == str(command.run.checkpoint(3))
+    assert options.resume == str(command.run.checkpoints.at(3))
     before = command.content()
     assert ranks(1, 4, "--resume", "--run-dir", "on another host", "job.py") is None
     assert command.content() == before
@@ -301,7 +301,7 @@ def test_a_script(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
 
     first = train(run_dir="run", seed=3, microbatches=2, steps=5).options
     complete(command.run, 2)
-    path = str(command.run.checkpoint(2))
+    path = str(command.run.checkpoints.at(2))
     resumed = dataclasses.replace(first, steps=9, resume=path, resume_step=2)
     assert train(run_dir="run", resume=True, steps=9).options == resumed
     changed = dataclasses.replace(resumed, seed=4)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipeworker.coordinator.loss_scaler import LossScaler
-from pipeworker.record.checkpoint import Checkpoint
+from pipeworker.record.checkpoint.checkpoint import Checkpoint
 from support.compare import assert_same
 from support.jobs import Jobs, Reference, Run
 from support.slow import slow

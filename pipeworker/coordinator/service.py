@@ -33,12 +33,13 @@ from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.host.descriptors import DescriptorReserve, check_available, check_tasks
 from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.job.options import Options
+from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
 from pipeworker.record.facts_cache import FactsCache, default_folder
+from pipeworker.record.files.located import located
 from pipeworker.record.lock import RunLock
-from pipeworker.record.manifest import MANIFEST, Manifest
 from pipeworker.record.metrics import rows
 from pipeworker.record.plan_file import PlanFile
-from pipeworker.record.rundir import Request, RunDir, located
+from pipeworker.record.rundir import Request, RunDir
 from pipeworker.wire import lines, sockets
 from pipeworker.wire.lines import Configuration
 from pipeworker.wire.messages.checkpoint import Restore
@@ -236,7 +237,7 @@ class Service:
             case effects.Commit():
                 self._commit(effect)
             case effects.Discard():
-                self._run_dir.discard_checkpoint(effect.step)
+                self._run_dir.checkpoints.discard(effect.step)
             case lines.Verdict():
                 self._verdict = effect
                 self._parent.send(self._files.write_summary(effect, self._job.placement.stages))
@@ -317,10 +318,10 @@ def read_start(configuration: Configuration, options: Options, run_dir: RunDir) 
     """
     causes = configuration.causes
     start = Start(causes=causes)
-    saved = run_dir.last_checkpoint_step() if causes else -1
-    path = options.resume and located(run_dir.checkpoint(options.resume_step))
+    saved = run_dir.checkpoints.last_step() if causes else -1
+    path = options.resume and located(run_dir.checkpoints.at(options.resume_step))
     if saved > options.resume_step:  # the one that the run began with may be deleted by now
-        path = located(run_dir.checkpoint(saved))
+        path = located(run_dir.checkpoints.at(saved))
     if path:
         found = Manifest.read(Path(path) / MANIFEST)
         fp16, step = options.precision == "fp16", found.step
@@ -329,7 +330,7 @@ def read_start(configuration: Configuration, options: Options, run_dir: RunDir) 
         on_disk = state, Restore(step, path)
         start = Start(on_disk, None, found.layers.prefixes, step, saved=step, causes=causes)
     evaluations = {row["step"]: Evaluation.of(row) for row in rows.read(run_dir.evaluation)}
-    checkpoints = frozenset(run_dir.checkpoint_steps())
+    checkpoints = frozenset(run_dir.checkpoints.steps())
     start = replace(start, evaluations=(*evaluations.values(),), checkpoints=checkpoints)
     if not causes:
         return start

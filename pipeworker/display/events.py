@@ -14,7 +14,7 @@ from typing_extensions import assert_never
 from pipeworker.display.lines import LineDisplay
 from pipeworker.display.output import Printed
 from pipeworker.facts.step import Evaluation, StepResult
-from pipeworker.record.rundir import located
+from pipeworker.record.files.located import located
 from pipeworker.wire.lines import (
     Activity,
     Bound,
@@ -94,13 +94,13 @@ class EventDisplay(LineDisplay):
     def _checkpoints(self) -> None:
         """Show new checkpoints, but not those of an earlier start of the run."""
         with suppress(OSError):  # moved, or removed
-            steps = self._run_dir.checkpoint_steps()
+            steps = self._run_dir.checkpoints.steps()
             if self._saved is None:
                 self._saved = max(steps, default=-1)
             for step in steps:
                 if step > self._saved:
                     self._saved = step
-                    path = located(self._run_dir.checkpoint(step))
+                    path = located(self._run_dir.checkpoints.at(step))
                     self._emit("checkpoint", step=step, path=path)
 
     def _end(self, verdict: Verdict) -> None:

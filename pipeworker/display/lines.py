@@ -27,8 +27,10 @@ from pipeworker.job.option_parsing import format_by_origin
 from pipeworker.job.options import Options
 from pipeworker.plan.figures import seconds_text
 from pipeworker.plan.partition import sizes
+from pipeworker.record.checkpoint.folder import step_of
+from pipeworker.record.files.located import located
 from pipeworker.record.metrics import rows
-from pipeworker.record.rundir import RunDir, located, step_of
+from pipeworker.record.rundir import RunDir
 from pipeworker.wire.lines import (
     Activity,
     Bound,
@@ -217,8 +219,8 @@ class LineDisplay:
         loss = self._last.loss if self._last and self._last.step == verdict.steps else None
         criterion, best, saved, kept = Criterion.parse(self._options.best), None, -1, None
         with suppress(OSError, UnreadableFile):
-            saved = run_dir.last_checkpoint_step()  # first: rows may be unreadable
-            kept = run_dir.best_checkpoint(criterion)
+            saved = run_dir.checkpoints.last_step()  # first: rows may be unreadable
+            kept = run_dir.checkpoints.best(criterion)
             best = criterion.best(rows.read(run_dir.evaluation))
             row = rows.last(run_dir.metrics) or {}
             if loss is None and row.get("step") == verdict.steps:
@@ -229,7 +231,7 @@ class LineDisplay:
             self._plan_context(),
             loss,
             (best["step"], criterion.name, best[criterion.name]) if best else None,
-            (saved, located(run_dir.checkpoint(saved))) if saved >= 0 else None,
+            (saved, located(run_dir.checkpoints.at(saved))) if saved >= 0 else None,
             commands.export(typed),
             (step_of(kept), located(kept)) if kept else None,
             commands.export_best(typed),

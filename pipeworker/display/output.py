@@ -12,7 +12,8 @@ from pathlib import Path
 from pipeworker.display.text import sanitize
 from pipeworker.host.streams import LOG_PREFIX
 from pipeworker.plan.placement import Placement
-from pipeworker.record.rundir import RunDir, located
+from pipeworker.record.files.located import located
+from pipeworker.record.rundir import RunDir
 
 _MAX_LINE_BYTES = 1 << 12
 _READ_BYTES = 1 << 13

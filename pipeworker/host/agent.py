@@ -31,8 +31,8 @@ from pipeworker.host.session_watcher import SessionWatcher, share_sockets_folder
 from pipeworker.host.signals import SignalSocket
 from pipeworker.host.start_progress import reported_progress
 from pipeworker.host.suspend_clock import SuspendAwareClock
+from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory
 from pipeworker.record.rundir import file_digest
-from pipeworker.record.snapshot_memory import SnapshotMemory
 from pipeworker.trace.recorder import record_unfinished
 from pipeworker.trace.ring import Ring
 from pipeworker.wire import lines

@@ -11,8 +11,8 @@ from pipeworker.errors import PipeworkerError, RecordError
 from pipeworker.facts.step import StepResult
 from pipeworker.host.hook_process import HookProcess
 from pipeworker.host.line_process import start_coordinator
+from pipeworker.record.files.located import located
 from pipeworker.record.run_record import write_summary
-from pipeworker.record.rundir import located
 from pipeworker.runs.begin import PreparedRun
 from pipeworker.wire import lines
 

@@ -1,1 +1,1 @@
-"""The files of a run: its directory, record, metrics, checkpoints and exported weights."""
+"""The files of a run: its directory, records, metrics, checkpoints and weights."""

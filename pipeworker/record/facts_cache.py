@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from pipeworker.facts.layer_facts import LayerFacts
-from pipeworker.record.atomic_file import no_link, write_bytes
-from pipeworker.record.bounded_file import load_json
+from pipeworker.record.files.atomic_file import no_link, write_bytes
+from pipeworker.record.files.bounded_file import load_json
 
 log = logging.getLogger(__name__)
 _VERSION = 4

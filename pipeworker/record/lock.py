@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from pipeworker.record.atomic_file import open_file
-from pipeworker.record.bounded_file import open_bounded
+from pipeworker.record.files.atomic_file import open_file
+from pipeworker.record.files.bounded_file import open_bounded
 
 _POLL_SECONDS = 0.05
 # The C library's `struct flock`, here and on BSD and macOS, and the place of the type in it.

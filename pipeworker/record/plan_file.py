@@ -8,7 +8,7 @@ import msgspec
 
 from pipeworker.errors import UnreadableFile
 from pipeworker.facts.layer_facts import NetworkFacts
-from pipeworker.record.bounded_file import read_json
+from pipeworker.record.files.bounded_file import read_json
 from pipeworker.record.rundir import RunDir
 
 _MOST_BYTES = 64 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pipeworker.record.bounded_file import read_json
+from pipeworker.record.files.bounded_file import read_json
 from pipeworker.record.rundir import RunDir
 
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeworker.record.atomic_file import no_link
-from pipeworker.record.bounded_file import read_json
+from pipeworker.record.files.atomic_file import no_link
+from pipeworker.record.files.bounded_file import read_json
+from pipeworker.record.files.located import located
 from pipeworker.record.metrics import rows
-from pipeworker.record.rundir import RunDir, located
+from pipeworker.record.rundir import RunDir
 
 STEP, EVALUATION, CHECKPOINT = KINDS = ("on_step", "on_evaluation", "on_checkpoint")
 """The kinds of records, by the names of the functions of a job that are called with them."""
@@ -183,7 +184,7 @@ class RunFeed:
                 return due
 
     def _checkpoints(self) -> Iterator[Record]:
-        for path in self.run_dir.checkpoint_paths():
+        for path in self.run_dir.checkpoints.paths():
             step = int(path.name.removeprefix("step-"))
             if step > self._saved:
                 self._saved = step

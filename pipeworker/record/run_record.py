@@ -22,9 +22,9 @@ from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.facts.criterion import Criterion
 from pipeworker.job.options import BEST, check_types
 from pipeworker.job.renamed import migrated
-from pipeworker.record.atomic_file import remove_partial_files, write_bytes, write_json
-from pipeworker.record.bounded_file import read_json
-from pipeworker.record.manifest import MANIFEST
+from pipeworker.record.checkpoint.manifest import MANIFEST
+from pipeworker.record.files.atomic_file import remove_partial_files, write_bytes, write_json
+from pipeworker.record.files.bounded_file import read_json
 from pipeworker.record.metrics import rows
 from pipeworker.record.metrics.rows import Row
 from pipeworker.record.rundir import JOB, RunDir, listed
@@ -246,7 +246,7 @@ def find_best_checkpoint(source: Path) -> Path:
     if (source / MANIFEST).is_file():
         raise UsageError(f"--best: {source} is a checkpoint; give the directory of its run")
     record = RunRecord.read(RunDir(source))
-    found = record.run_dir.best_checkpoint(record.criterion)
+    found = record.run_dir.checkpoints.best(record.criterion)
     if found is None:
         raise UsageError(
             f"--best: {source} has no checkpoint with an evaluation; leave the option out, and "
@@ -257,7 +257,7 @@ def find_best_checkpoint(source: Path) -> Path:
 
 def best_entry(run_dir: RunDir, criterion: Criterion, row: Row) -> dict[str, Any]:
     """Describe the best evaluation: its step, the figure, and the checkpoint if it has one."""
-    found = run_dir.checkpoint(row["step"])
+    found = run_dir.checkpoints.at(row["step"])
     path = str(found.relative_to(run_dir.root)) if found.is_dir() else None
     value = criterion.value(row)
     return {"step": row["step"], "name": criterion.name, "value": value, "path": path}

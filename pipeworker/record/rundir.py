@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
-import shutil
 import time
 import weakref
 from collections.abc import Sequence
@@ -15,32 +13,17 @@ from enum import Enum
 from pathlib import Path
 
 from pipeworker.errors import UsageError
-from pipeworker.facts.criterion import Criterion
-from pipeworker.record.atomic_file import (
-    is_partial_file,
-    no_link,
-    remove,
-    remove_partial_files,
-    sync_folder,
-    write_json,
-)
-from pipeworker.record.manifest import (
-    MANIFEST,
-    WEIGHTS_INDEX,
-    Manifest,
-    tensor_sizes,
-    weights_index,
-)
+from pipeworker.record.checkpoint.folder import CheckpointFolder
+from pipeworker.record.checkpoint.manifest import MANIFEST
+from pipeworker.record.files.atomic_file import is_partial_file, no_link, remove_partial_files
+from pipeworker.record.files.located import located
 
 _RUNS = Path("runs")
-_BY_DESCRIPTOR = re.compile(r"/proc/self/fd/\d+")
 JOB = "job.py"
 JOBS = (JOB, "job.ipynb")
 _JOB_FOLDER = ".job-"
 _ROWS = (".jsonl", ".csv")
-_LEFTOVERS = (".step-*.partial", ".*.gone")
 _CHECKPOINTS = "give the directory of a finished run, or one of its checkpoints"
-_STEP = re.compile(r"step-(\d{8,19})", re.ASCII)
 
 
 class Request(Enum):
@@ -66,20 +49,8 @@ def file_digest(path: Path) -> str:
         return ""
 
 
-def located(text: object) -> str:
-    """Return a text in which each path through a descriptor is replaced by the present one."""
-
-    def present(found: re.Match[str]) -> str:
-        try:
-            return str(Path(found[0]).readlink())
-        except OSError:  # of another process
-            return found[0]
-
-    return _BY_DESCRIPTOR.sub(present, str(text))
-
-
 class RunDir:
-    """The layout of a run directory, and its checkpoints.
+    """The layout of a run directory.
 
     The folder `events` has TensorBoard's files; `lock` is that of a
     :class:`pipeworker.record.lock.RunLock`. The paths of all files begin with `root`, which leads
@@ -100,7 +71,7 @@ class RunDir:
         self.evaluation = path / "evaluation.jsonl"
         self.events = path / "tensorboard"
         self.summary = path / "summary.json"
-        self.checkpoints = path / "checkpoints"
+        self.checkpoints = CheckpointFolder(path / "checkpoints")
         self.hooks = path / "hooks.json"
         self.profiles = path / "profile"
         self.timeline = path / "timeline"
@@ -166,46 +137,6 @@ class RunDir:
         """Return the file of what the worker of this rank prints."""
         return self.root / "logs" / f"worker-{rank}.log"
 
-    def checkpoint(self, step: int) -> Path:
-        """Return the path of the complete checkpoint of a step; it may not exist."""
-        return self.checkpoints / f"step-{step:08d}"
-
-    def partial_checkpoint(self, step: int) -> Path:
-        """Return the path that workers write to before :meth:`commit_checkpoint`."""
-        return self.checkpoints / f".step-{step:08d}.partial"
-
-    def commit_checkpoint(self, manifest: Manifest) -> None:
-        """Complete a checkpoint: write its manifest, then rename its folder.
-
-        The index of its weights is left out if a worker on another host wrote some of them.
-
-        Raises:
-            OSError: the checkpoint cannot be completed; it is not there then.
-            ValueError: a file of the checkpoint is not one that a worker writes.
-        """
-        partial = self.partial_checkpoint(manifest.step)
-        handle = os.open(self.checkpoints, os.O_RDONLY)  # before anything has changed
-        try:
-            files = [partial / f.name for f in manifest.files if f.name.startswith("model-")]
-            if all(file.exists() for file in files):
-                index = weights_index({file.name: tensor_sizes(file) for file in files})
-                write_json(partial / WEIGHTS_INDEX, index)
-            write_json(partial / MANIFEST, manifest.to_json())
-            sync_folder(partial)
-            complete = self.checkpoint(manifest.step)
-            removed = _renamed_for_removal(complete)
-            if complete.exists():  # a loop of the user's own may save a step again
-                complete.rename(removed)
-            partial.rename(complete)
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        shutil.rmtree(removed, ignore_errors=True)
-
-    def discard_checkpoint(self, step: int) -> None:
-        """Remove the files of a checkpoint that will not be complete."""
-        shutil.rmtree(self.partial_checkpoint(step), ignore_errors=True)
-
     def is_unused(self) -> bool:
         """Return whether it has at most what a start leaves that is killed before its record."""
         logs = self.coordinator_log().parent
@@ -213,12 +144,6 @@ class RunDir:
             return False
         others = [path for path in self.root.iterdir() if path != logs]
         return all(p.is_file() and (p == self.lock or is_partial_file(p)) for p in others)
-
-    def remove_leftovers(self) -> None:
-        """Remove what processes left that ended while they wrote or removed a checkpoint."""
-        for pattern in _LEFTOVERS:
-            for path in self.checkpoints.glob(pattern):
-                remove(path)
 
     def check_links(self) -> None:
         """Check that no link of a stranger leads the files of a job out of the directory.
@@ -228,7 +153,7 @@ class RunDir:
         """
         logs = self.coordinator_log().parent
         for path in (
-            self.checkpoints,
+            self.checkpoints.path,
             logs,
             self.events,
             self.metrics,
@@ -238,36 +163,6 @@ class RunDir:
         ):
             if path.is_symlink():
                 raise UsageError(f"{path}: is a link; put what it leads to in its place")
-
-    def checkpoint_paths(self) -> list[Path]:
-        """Return the folders named like complete checkpoints, the oldest first."""
-        entries = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
-        found = {int(m[1]): path for path in entries if (m := _STEP.fullmatch(path.name))}
-        return [path for _, path in sorted(found.items())]
-
-    def last_checkpoint_step(self) -> int:
-        """Return the step of the newest checkpoint, or -1 if there is none."""
-        return max(self.checkpoint_steps(), default=-1)
-
-    def checkpoint_steps(self) -> list[int]:
-        """Return the steps of the folders named like complete checkpoints, in order."""
-        return [step_of(path) for path in self.checkpoint_paths()]
-
-    def best_checkpoint(self, criterion: Criterion) -> Path | None:
-        """Return the complete checkpoint with the best evaluation; None if none has any."""
-        rows = {path: _evaluation(path) for path in self.checkpoint_paths()}
-        best = criterion.best(rows.values())
-        return next((path for path, row in rows.items() if row is best), None)
-
-    def prune_checkpoints(self, keep: int, criterion: Criterion) -> None:
-        """Remove all complete checkpoints but the newest `keep` and the best one."""
-        paths = self.checkpoint_paths()
-        if len(paths) <= keep:
-            return
-        best = self.best_checkpoint(criterion)
-        for path in paths[:-keep]:
-            if path != best:
-                remove_checkpoint(path)
 
     def request(self, kind: Request) -> None:
         """Send a request to the job that runs here."""
@@ -313,21 +208,9 @@ class RunDir:
             with suppress(OSError):
                 path.unlink()
         remove_partial_files(self.root)
-        for folder in (logs, self.events, self.timeline, self.checkpoints, *made):
+        for folder in (logs, self.events, self.timeline, self.checkpoints.path, *made):
             with suppress(OSError):
                 folder.rmdir()
-
-
-def step_of(checkpoint: Path) -> int:
-    """Return the step in the name of a complete checkpoint."""
-    return int(checkpoint.name.removeprefix("step-"))
-
-
-def _evaluation(checkpoint: Path) -> dict[str, float]:
-    """Return the row of the evaluation after a checkpoint's step; empty if there is none."""
-    with suppress(UsageError, OSError):
-        return Manifest.read(checkpoint / MANIFEST).evaluation or {}
-    return {}
 
 
 def disk_bytes(folder: Path) -> int:
@@ -340,15 +223,6 @@ def disk_bytes(folder: Path) -> int:
     return total
 
 
-def remove_checkpoint(path: Path) -> None:
-    """Remove the folder of a checkpoint, which never looks complete when it is half removed.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
-    shutil.rmtree(path.rename(_renamed_for_removal(path)) if path.name[0] != "." else path)
-
-
 def find_checkpoint(source: Path) -> Path:
     """Return `source` if it is a checkpoint, else the newest complete one of that run directory.
 
@@ -357,7 +231,7 @@ def find_checkpoint(source: Path) -> Path:
     """
     if (source / MANIFEST).is_file():
         return source
-    complete = [path for path in RunDir(source).checkpoint_paths() if (path / MANIFEST).is_file()]
+    complete = [path for path in RunDir(source).checkpoints.paths() if (path / MANIFEST).is_file()]
     if not complete:
         raise UsageError(
             f"{source}: no complete checkpoint is there; {listed(source) or _CHECKPOINTS}"
@@ -423,8 +297,3 @@ def create(asked: str | Path | None, job_file: Path) -> tuple[RunDir, tuple[Path
             raise UsageError(
                 f"run directory {path}: cannot be made: {error.strerror}; choose another --run-dir"
             ) from None
-
-
-def _renamed_for_removal(checkpoint: Path) -> Path:
-    """Return the name of a checkpoint while it is being removed."""
-    return checkpoint.with_name(f".{checkpoint.name}.gone")

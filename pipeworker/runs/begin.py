@@ -19,11 +19,13 @@ from pipeworker.host.signals import deferred_interrupt
 from pipeworker.job import resume_options
 from pipeworker.job.option_parsing import make_options, workers_per_replica
 from pipeworker.job.options import LOGGERS, Options, override
-from pipeworker.record import atomic_file, run_record, rundir, weight_files
-from pipeworker.record.bounded_file import open_bounded
+from pipeworker.record import run_record, rundir
+from pipeworker.record.files import atomic_file
+from pipeworker.record.files.bounded_file import open_bounded
 from pipeworker.record.lock import RunLock, is_locked
 from pipeworker.record.metrics import formats, rows
 from pipeworker.record.rundir import Request, RunDir
+from pipeworker.record.weights import weight_files
 from pipeworker.runs import resume
 from pipeworker.runs.schedule_file import read_schedule
 from pipeworker.wire.lines import Verdict
@@ -294,7 +296,7 @@ def _check_packages(options: Options) -> None:
 
 def _remove(run_dir: RunDir, created: Sequence[Path]) -> None:
     """Remove a new run, unless it has checkpoints, as a user's own loop may write."""
-    if not any(run_dir.checkpoints.glob("*")):
+    if not any(run_dir.checkpoints.path.glob("*")):
         run_dir.remove_run(created)
 
 

@@ -24,10 +24,10 @@ def request_checkpoint(path: Path) -> Path:
         advice = listed(path) or "give the directory of a running job"
         raise UsageError(f"{path}: no job is running there; {advice}")
     try:
-        before = run_dir.last_checkpoint_step()
+        before = run_dir.checkpoints.last_step()
         run_dir.request(Request.CHECKPOINT)
         runs = True
-        while (found := run_dir.last_checkpoint_step()) == before:
+        while (found := run_dir.checkpoints.last_step()) == before:
             if not runs:  # it did not save at its end either
                 run_dir.withdraw(Request.CHECKPOINT)
                 raise PipeworkerError(f"{path}: the job ended without writing another checkpoint")
@@ -35,4 +35,4 @@ def request_checkpoint(path: Path) -> Path:
             runs = lock.is_locked(run_dir.lock)
     except OSError as error:
         raise RecordError(error.filename or path, error) from None
-    return path / run_dir.checkpoint(found).relative_to(run_dir.path)
+    return path / run_dir.checkpoints.at(found).relative_to(run_dir.path)

@@ -16,7 +16,7 @@ from typing import Any
 from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.job.options import Options
 from pipeworker.record import lock
-from pipeworker.record.manifest import MANIFEST, Manifest
+from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
 from pipeworker.record.metrics import rows
 from pipeworker.record.metrics.rows import Row
 from pipeworker.record.run_record import RunRecord, best_entry, read_summary
@@ -204,7 +204,7 @@ def speeds_of(recent: Sequence[Row]) -> tuple[float | None, float | None]:
 def _checkpoints(run_dir: RunDir) -> dict[Path, Manifest]:
     """Return the complete checkpoints; damaged ones are left out."""
     found = {}
-    for path in run_dir.checkpoint_paths():
+    for path in run_dir.checkpoints.paths():
         with suppress(UsageError, OSError):
             found[path] = Manifest.read(path / MANIFEST)
     return found

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeworker.errors import RecordError, UsageError
-from pipeworker.record.atomic_file import temporary_path, write_bytes
-from pipeworker.record.bounded_file import open_bounded
+from pipeworker.record.files.atomic_file import temporary_path, write_bytes
+from pipeworker.record.files.bounded_file import open_bounded
 from pipeworker.record.run_record import RunRecord
 from pipeworker.record.rundir import RunDir
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from pipeworker.display.text import data_size
 from pipeworker.errors import RecordError, UsageError
+from pipeworker.record.checkpoint.folder import remove_checkpoint
+from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
 from pipeworker.record.lock import RunLock
-from pipeworker.record.manifest import MANIFEST, Manifest
 from pipeworker.record.run_record import RunRecord
-from pipeworker.record.rundir import RunDir, disk_bytes, remove_checkpoint
+from pipeworker.record.rundir import RunDir, disk_bytes
 from pipeworker.runs.info import RUNNING
 from pipeworker.runs.listing import one_line, read_runs
 
@@ -53,8 +54,8 @@ def prune(folder: Path, *, keep_weights: bool, dry_run: bool) -> Iterator[str]:
                     reason = "it is running"
                 except OSError as error:
                     raise RecordError(run_dir.lock, error) from None
-            if not reason and run_dir.checkpoints.is_symlink():
-                reason = f"{run_dir.checkpoints} is a link"
+            if not reason and run_dir.checkpoints.path.is_symlink():
+                reason = f"{run_dir.checkpoints.path} is a link"
             if reason:
                 yield one_line(f"{name}: left alone: {reason}")
                 continue
@@ -77,17 +78,19 @@ def _removable(run_dir: RunDir, record: RunRecord, *, keep_weights: bool) -> lis
         UsageError: they cannot be read.
     """
     try:
-        entries = [*os.scandir(run_dir.checkpoints)] if run_dir.checkpoints.is_dir() else []
+        entries = (
+            [*os.scandir(run_dir.checkpoints.path)] if run_dir.checkpoints.path.is_dir() else []
+        )
     except OSError as error:
-        raise UsageError(f"{run_dir.checkpoints}: cannot be read: {error.strerror}") from None
+        raise UsageError(f"{run_dir.checkpoints.path}: cannot be read: {error.strerror}") from None
     folders = [
-        run_dir.checkpoints / entry.name
+        run_dir.checkpoints.path / entry.name
         for entry in entries
         if entry.is_dir(follow_symlinks=False) and _OURS.fullmatch(entry.name)
     ]
     kept: set[Path] = set()
     if keep_weights:
-        named = [path for path in run_dir.checkpoint_paths() if path in folders]
+        named = [path for path in run_dir.checkpoints.paths() if path in folders]
         whole = {path: row for path in named if (row := _evaluation_of_whole(path)) is not None}
         best = record.criterion.best(whole.values())
         kept = {*named[-1:], *[*whole][-1:], *(path for path in whole if whole[path] is best)}

@@ -20,8 +20,8 @@ from pipeworker.plan.actions import BUSY
 from pipeworker.plan.figures import flops_text, rate_text, seconds_text
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.simulate import timeline
-from pipeworker.record.atomic_file import write_bytes
-from pipeworker.record.bounded_file import open_bounded
+from pipeworker.record.files.atomic_file import write_bytes
+from pipeworker.record.files.bounded_file import open_bounded
 from pipeworker.record.metrics import rows
 from pipeworker.record.metrics.rows import Row
 from pipeworker.record.rundir import RunDir

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeworker.errors import UnreadableFile, UsageError
-from pipeworker.record.atomic_file import remove_partial_files, sync_file, temporary_path
-from pipeworker.record.manifest import MANIFEST, Manifest
+from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
+from pipeworker.record.files.atomic_file import remove_partial_files, sync_file, temporary_path
 from pipeworker.record.metrics import rows
 from pipeworker.record.rundir import RunDir
 
@@ -33,13 +33,13 @@ def find_resume_point(run_dir: RunDir) -> ResumePoint:
     """
     damaged: dict[Path, str] = {}
     try:
-        saved = run_dir.checkpoint_paths()
+        saved = run_dir.checkpoints.paths()
     except OSError as error:
-        raise UnreadableFile(run_dir.checkpoints, error) from None
+        raise UnreadableFile(run_dir.checkpoints.path, error) from None
     for path in reversed(saved):
         try:
             manifest = Manifest.read(path / MANIFEST)
-            if path != run_dir.checkpoint(manifest.step):
+            if path != run_dir.checkpoints.at(manifest.step):
                 raise UnreadableFile(path, f"its manifest is of step {manifest.step}")
             manifest.check_files(path)
             return ResumePoint(path, manifest.step, damaged)
@@ -49,7 +49,9 @@ def find_resume_point(run_dir: RunDir) -> ResumePoint:
             damaged[path] = str(UnreadableFile(path, error))
     if damaged:
         shown = "".join(f"\n  {path.name}: {why}" for path, why in damaged.items())
-        raise UsageError(f"{run_dir.checkpoints}: every checkpoint is damaged; restore one:{shown}")
+        raise UsageError(
+            f"{run_dir.checkpoints.path}: every checkpoint is damaged; restore one:{shown}"
+        )
     return ResumePoint()
 
 
@@ -60,7 +62,7 @@ def roll_back(run_dir: RunDir, point: ResumePoint) -> None:
     """
     for path in point.damaged:
         path.rename(_unused(path.with_name(f"damaged-{path.name}")))
-    run_dir.remove_leftovers()
+    run_dir.checkpoints.remove_leftovers()
     remove_partial_files(run_dir.root)
     run_dir.summary.unlink(missing_ok=True)
     for path in (run_dir.metrics, run_dir.evaluation):

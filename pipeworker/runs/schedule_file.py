@@ -8,7 +8,7 @@ from pipeworker.errors import ScheduleError, UsageError
 from pipeworker.plan import text
 from pipeworker.plan.check import check
 from pipeworker.plan.orders import AUTO, ORDERS, resolve
-from pipeworker.record.bounded_file import open_bounded
+from pipeworker.record.files.bounded_file import open_bounded
 
 _MAX_SCHEDULE = 8 << 20
 """The bound of a schedule file: a message carries its text, among all options."""

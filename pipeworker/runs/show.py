@@ -15,7 +15,7 @@ from pipeworker.errors import PipeworkerError
 from pipeworker.job.option_parsing import format_by_origin, format_option
 from pipeworker.job.options import Options
 from pipeworker.job.renamed import migrated
-from pipeworker.record.manifest import Manifest
+from pipeworker.record.checkpoint.manifest import Manifest
 from pipeworker.record.metrics.rows import Row
 from pipeworker.runs.info import DONE, RUNNING, Run, time_of
 

@@ -21,7 +21,7 @@ from pipeworker.job.options import Options
 from pipeworker.job.planning import plan_job
 from pipeworker.plan.planner.memory import LayerBytes
 from pipeworker.plan.simulate import timeline
-from pipeworker.record.atomic_file import write_bytes
+from pipeworker.record.files.atomic_file import write_bytes
 from pipeworker.record.run_record import RunRecord
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs.report import planned_from

@@ -17,8 +17,9 @@ from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.host.signals import deferred_interrupt
 from pipeworker.job import file as job_file
 from pipeworker.ranks.rank_info import RankInfo
-from pipeworker.record.checkpoint import Checkpoint
-from pipeworker.record.rundir import find_checkpoint, located
+from pipeworker.record.checkpoint.checkpoint import Checkpoint
+from pipeworker.record.files.located import located
+from pipeworker.record.rundir import find_checkpoint
 from pipeworker.session.options import NOT_OF_A_LOOP, check_options, script_request
 from pipeworker.session.process import OPEN_PIPELINES
 from pipeworker.session.session import Session
@@ -137,7 +138,7 @@ class Pipeline:
         role = self._session.worker.loaded.role
         placement, self._steps_done, self._epoch = role.placement, role.options.resume_step, 0
         if role.options.resume:
-            path = located(self._session.worker.loaded.run_dir.checkpoint(self._steps_done))
+            path = located(self._session.worker.loaded.run_dir.checkpoints.at(self._steps_done))
             self._epoch = Checkpoint(Path(path)).manifest.epoch
         self.stage = placement.stages_of(info.rank)[0]
         self.stages = placement.stages
@@ -287,7 +288,7 @@ class Pipeline:
             session.perform(session.call(Call(self._rank, CallKind.SAVE)))
             session.wait_for_result()
             saved = session.worker.connected.state.saved
-            return Path(located(session.worker.loaded.run_dir.checkpoint(saved)))
+            return Path(located(session.worker.loaded.run_dir.checkpoints.at(saved)))
 
     def load(self, checkpoint: str | Path) -> int:
         """Load a checkpoint that any number of stages has written; return its number of steps.

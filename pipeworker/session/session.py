@@ -31,7 +31,7 @@ from pipeworker.job.file import JobFile
 from pipeworker.ranks.coordinator_process import EventListener
 from pipeworker.ranks.rank_info import RankInfo
 from pipeworker.ranks.rendezvous import rendezvous
-from pipeworker.record.rundir import located
+from pipeworker.record.files.located import located
 from pipeworker.runs.begin import PreparedRun, RunRequest
 from pipeworker.session.errors import STAYS_OPEN, CallFailed, JobEnded, extended
 from pipeworker.session.process import plain_modes
@@ -359,10 +359,10 @@ class Session:
         if not self._own_loop or not self.worker.is_loaded:
             return ""
         run_dir = self.worker.loaded.run_dir
-        step = run_dir.last_checkpoint_step()
+        step = run_dir.checkpoints.last_step()
         if step < 0:
             return ""
-        path = relative(located(run_dir.checkpoint(step)))
+        path = relative(located(run_dir.checkpoints.at(step)))
         resume = Commands(own_loop=True).resume(relative(str(run_dir.path)))
         return f"\n  step {step} is saved in {path}; continue {resume}"
 

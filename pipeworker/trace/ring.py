@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
 
-from pipeworker.record.atomic_file import no_link
+from pipeworker.record.files.atomic_file import no_link
 
 CAPACITY = 1 << 18
 """The number of actions for which a ring has memory; pages that are not written take none."""

@@ -15,7 +15,7 @@ import msgspec
 
 from pipeworker.errors import ScheduleError, UnreadableFile
 from pipeworker.plan.actions import Action, parse_actions
-from pipeworker.record.bounded_file import load_json
+from pipeworker.record.files.bounded_file import load_json
 from pipeworker.record.metrics.rows import read_lines
 from pipeworker.record.rundir import RunDir
 from pipeworker.trace.recorder import seconds

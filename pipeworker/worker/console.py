@@ -14,8 +14,8 @@ from typing import NoReturn
 
 from pipeworker.errors import NoTerminalError, RecordError
 from pipeworker.host import streams
-from pipeworker.record.atomic_file import no_link
-from pipeworker.record.rundir import located
+from pipeworker.record.files.atomic_file import no_link
+from pipeworker.record.files.located import located
 from pipeworker.worker.blame import JobExit
 
 _DEBUGGERS = ("bdb", "cmd", "pdb")

@@ -15,8 +15,8 @@ from pipeworker.facts.position import Phase
 from pipeworker.host import streams
 from pipeworker.job.signatures import takes_steps
 from pipeworker.plan.recompute import OFFLOAD
-from pipeworker.record.initial_weights import InitialWeights
-from pipeworker.record.stage_state import StageState
+from pipeworker.record.checkpoint.stage_state import StageState
+from pipeworker.record.weights.initial_weights import InitialWeights
 from pipeworker.wire.messages.plan import Built, Plan
 from pipeworker.wire.messages.step import EpochEnded, Evaluated, Update
 from pipeworker.worker.blame import kind_of, user_code

@@ -16,8 +16,8 @@ from pipeworker.job import file as job_file
 from pipeworker.job.file import HOOKS, called_with_records, hooks_of
 from pipeworker.job.signatures import takes_steps
 from pipeworker.plan.actions import Action, Edge, parse_actions
-from pipeworker.record.rundir import located
-from pipeworker.record.stage_state import check_savable
+from pipeworker.record.checkpoint.stage_state import check_savable
+from pipeworker.record.files.located import located
 from pipeworker.trace.recorder import Recorder, record_unfinished_in, start_row
 from pipeworker.trace.ring import Ring
 from pipeworker.wire.keys import derive_secret

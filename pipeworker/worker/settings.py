@@ -11,7 +11,7 @@ from pipeworker.host.position import Tracker
 from pipeworker.job.file import JobFile
 from pipeworker.job.options import Options
 from pipeworker.plan.placement import Placement
-from pipeworker.record.snapshot_memory import SnapshotMemory
+from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory
 from pipeworker.trace.ring import Ring
 
 if TYPE_CHECKING:

@@ -132,14 +132,14 @@ def test_rows_wait_on_a_full_disk_with_one_warning(
 def test_a_checkpoint_is_complete_only_after_the_rows_of_its_steps(
     files: RunFiles, run_dir: RunDir, disk: Disk
 ) -> None:
-    run_dir.partial_checkpoint(3).mkdir()
+    run_dir.checkpoints.partial(3).mkdir()
     disk.full = True
     files.add_step(result(3))
     with pytest.raises(OSError, match="No space left"):
         files.commit(COMMIT, 2)
-    assert run_dir.checkpoint_paths() == []
+    assert run_dir.checkpoints.paths() == []
     disk.full = False
-    assert files.commit(COMMIT, 2) == str(run_dir.checkpoint(3))
+    assert files.commit(COMMIT, 2) == str(run_dir.checkpoints.at(3))
     assert recorded(run_dir) == [3]
 
 

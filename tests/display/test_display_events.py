@@ -65,7 +65,7 @@ def test_new_checkpoints_and_restarts_are_events(tmp_path: Path) -> None:
     speed = Speed(0.5, 16.0, 0.0, (0.25, 0.125), 0.1)
     shown.show(Verdict("done", 0, 3, 2.0, (), 0.3, None, speed=speed))
     _, saved, restart, last, end = map(json.loads, out.getvalue().splitlines())
-    path = str(RunDir(tmp_path).checkpoint(2))
+    path = str(RunDir(tmp_path).checkpoints.at(2))
     assert saved == {"event": "checkpoint", "step": 2, "path": path}
     assert restart == {"event": "restart", "cause": "a worker is lost", "stages": 2}
     assert (last["event"], last["step"]) == ("checkpoint", 3)

@@ -179,10 +179,10 @@ def test_the_newest_checkpoint(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     assert any(line.startswith("weights: none") for line in shown(run_dir))
     for step in (9, 10):
-        run_dir.checkpoint(step).mkdir(parents=True)
-    assert f"weights: {run_dir.checkpoint(10)}, after step 10" in shown(run_dir)
+        run_dir.checkpoints.at(step).mkdir(parents=True)
+    assert f"weights: {run_dir.checkpoints.at(10)}, after step 10" in shown(run_dir)
     run_dir.metrics.mkdir()  # which cannot be read
-    assert f"weights: {run_dir.checkpoint(10)}, after step 10" in shown(run_dir)
+    assert f"weights: {run_dir.checkpoints.at(10)}, after step 10" in shown(run_dir)
 
 
 PREDICTED = PlanContext(0.15, 2, cores=4, microbatches=10, predicted=0.5, computing=(0.4, 0.3))

@@ -41,7 +41,7 @@ def record(folder: Path, *words: str) -> None:
     for word in words:
         step = int(word[1:])
         if word[0] == "c":
-            run_dir.checkpoint(step).mkdir(parents=True)
+            run_dir.checkpoints.at(step).mkdir(parents=True)
         else:
             file = Rows(run_dir.metrics if word[0] == "s" else run_dir.evaluation)
             file.add({"step": step})

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
-import os
 import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from pipeworker.errors import UsageError
-from pipeworker.facts.checkpoint_file import CheckpointFile
-from pipeworker.facts.criterion import Criterion
-from pipeworker.facts.layer_names import LayerNames
-from pipeworker.record import atomic_file, manifest, run_record, rundir
-from pipeworker.record.atomic_file import open_file
-from pipeworker.record.manifest import Manifest
-from pipeworker.record.rundir import RunDir, located
+from pipeworker.record import run_record, rundir
+from pipeworker.record.files.located import located
+from pipeworker.record.rundir import RunDir
 from pipeworker.wire.lines import Verdict
-
-_LATE = [100_000_000, 100_000_001]
 
 
 def test_the_layout_of_a_run_directory() -> None:
@@ -33,7 +23,7 @@ def test_the_layout_of_a_run_directory() -> None:
         run.summary,
         run.coordinator_log(),
         run.worker_log(2),
-        run.checkpoint(100),
+        run.checkpoints.at(100),
     ]
     assert [str(path.relative_to("r")) for path in found] == [
         "plan.json",
@@ -132,104 +122,6 @@ def test_create_refuses_an_impossible_directory(tmp_path: Path) -> None:
         rundir.create(str(tmp_path / "file" / "run"), Path("job.py"))
 
 
-def test_a_checkpoint_exists_once_it_is_committed(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    partial = run.partial_checkpoint(3)
-    partial.mkdir(parents=True)
-    save_file({"0.w": torch.ones(2)}, partial / "model-00001-of-00001.safetensors")
-    file = manifest.describe_file(partial / "model-00001-of-00001.safetensors")
-    assert not run.checkpoint(3).exists()
-    run.commit_checkpoint(made := Manifest(3, 1, LayerNames.numbered(1), (file,)))
-    assert not partial.exists()
-    assert Manifest.read(run.checkpoint(3) / "manifest.json") == made
-    index = json.loads((run.checkpoint(3) / "model.safetensors.index.json").read_text())
-    assert index == {"metadata": {"total_size": 8}, "weight_map": {"0.w": file.name}}
-
-
-def saved(run: RunDir, losses: dict[int, float | str | None]) -> list[int]:
-    """Complete a checkpoint for each loss, keep two, and return the steps of those that stay."""
-    for step, loss in losses.items():
-        run.checkpoint(step).mkdir(parents=True)
-        row = None if loss is None or isinstance(loss, str) else {"step": step, "loss": loss}
-        made = Manifest(
-            step,
-            1,
-            LayerNames.numbered(1),
-            (CheckpointFile("state-00001-of-00001.json", 1, 1),),
-            evaluation=row,
-        )
-        atomic_file.write_json(run.checkpoint(step) / "manifest.json", made.to_json())
-        if isinstance(loss, str):
-            (run.checkpoint(step) / "manifest.json").write_text(loss)
-    run.prune_checkpoints(2, Criterion("loss"))
-    return [int(path.name.removeprefix("step-")) for path in run.checkpoint_paths()]
-
-
-@pytest.mark.parametrize(
-    ("losses", "stay"),
-    [
-        ({}, []),
-        ({1: 1.0, 2: 2.0}, [1, 2]),
-        ({1: None, 2: None, 3: None}, [2, 3]),
-        ({1: 3.0, 2: 1.0, 3: 2.0, 4: 5.0, 5: None}, [2, 4, 5]),
-        ({1: 3.0, 2: 2.0, 3: 1.0}, [2, 3]),
-        ({1: 1.0, 2: 1.0, 3: 2.0, 4: 2.0}, [1, 3, 4]),  # of equal ones, the first
-        ({1: math.nan, 2: -math.inf, 3: 7.0, 4: None, 5: math.nan}, [3, 4, 5]),
-        ({1: "damaged", 2: 7.0, 3: "", 4: None, 5: None}, [2, 4, 5]),
-        ({99_999_999: 1.0, 100_000_000: 2.0, 100_000_001: 3.0}, [99_999_999, *_LATE]),
-        ({99_999_999: 3.0, 100_000_000: 2.0, 100_000_001: 1.0}, _LATE),
-    ],
-)
-def test_the_newest_and_the_best_checkpoints_stay(
-    tmp_path: Path, losses: dict[int, float | str | None], stay: list[int]
-) -> None:
-    assert saved(RunDir(tmp_path), losses) == stay
-    assert {path.name for path in tmp_path.glob("checkpoints/*")} == {
-        RunDir(tmp_path).checkpoint(step).name for step in stay
-    }
-
-
-def test_the_best_checkpoint_is_removed_when_there_is_a_better_one(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    assert saved(run, {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}) == [1, 3, 4]
-    assert saved(run, {5: 0.5}) == [4, 5]
-
-
-@pytest.mark.parametrize(
-    "header", [b"", b"[]", b"x", b'{"0.w": 3}', b'{"0.w": {}}', b'{"0.w": {"data_offsets": [1]}}']
-)
-def test_invalid_weights_complete_no_checkpoint(tmp_path: Path, header: bytes) -> None:
-    run = RunDir(tmp_path)
-    partial = run.partial_checkpoint(3)
-    partial.mkdir(parents=True)
-    path = partial / "model-00001-of-00001.safetensors"
-    path.write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(ValueError, match=f"{path} is not what a worker writes"):
-        run.commit_checkpoint(
-            Manifest(3, 1, LayerNames.numbered(1), (manifest.describe_file(path),))
-        )
-    assert not run.checkpoint(3).exists()
-
-
-def test_a_json_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    atomic_file.write_json(path, {"a": [1]})
-    with pytest.raises(TypeError):
-        atomic_file.write_json(path, {"b": object()})
-    assert json.loads(path.read_text()) == {"a": [1]}
-    atomic_file.write_json(path, 2)
-    assert path.read_text() == "2\n"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["x.json"]
-
-
-@pytest.mark.parametrize("mode", ["ab", "wb", "a+b"])
-def test_a_pipe_in_place_of_a_file_to_write_is_an_error(tmp_path: Path, mode: str) -> None:
-    """It may be in the directory of a run that is resumed; nothing would read it."""
-    os.mkfifo(tmp_path / "log")
-    with pytest.raises(OSError, match=r"it is not a regular file|No such device or address"):
-        open_file(tmp_path / "log", mode)
-
-
 def test_the_summary_is_read_as_it_was_written(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert run_record.read_summary(run) == {}
@@ -239,7 +131,7 @@ def test_the_summary_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert not {"best_evaluation", "best"} & run_record.read_summary(run).keys()
     run.metrics.write_text('{"step": 3, "loss": 2.0}\n{"step": 4, "loss": 1.0}\n')
     run.evaluation.write_text('{"step": 2, "loss": 3.0, "x": 1}\n{"step": 4, "loss": 4.0}\n')
-    run.checkpoint(4).mkdir(parents=True)
+    run.checkpoints.at(4).mkdir(parents=True)
     run_record.write_summary(run, verdict, 2, "max:loss")
     entry = {"step": 4, "name": "loss", "value": 4.0, "path": "checkpoints/step-00000004"}
     assert run_record.read_summary(run)["best"] == entry

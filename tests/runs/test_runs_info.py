@@ -113,7 +113,7 @@ def test_a_run_that_is_done(begin: Callable[..., RunDir], tmp_path: Path) -> Non
     train(made, 4, evaluate=1)
     checkpoint(made, 2, evaluation={"step": 2, "loss": 0.5})
     checkpoint(made, 4)
-    (made.checkpoints / "step-00000009").mkdir()  # not complete
+    (made.checkpoints.path / "step-00000009").mkdir()  # not complete
     write_summary(made, VERDICT, 2)
     path, started = made.path, lines(made)["started"]
     assert lines(made) == {
@@ -137,9 +137,9 @@ def test_a_run_that_is_done(begin: Callable[..., RunDir], tmp_path: Path) -> Non
         "bubble": "25.0% measured",
         "memory": "3, 5 MiB by worker",
         "checkpoints": "step-00000002  loss 0.5000 in evaluation, the best\nstep-00000004",
-        "weights": str(made.checkpoint(4)),
+        "weights": str(made.checkpoints.at(4)),
         "to export": f"pipeworker export {path} weights.safetensors",
-        "best weights": str(made.checkpoint(2)),
+        "best weights": str(made.checkpoints.at(2)),
         "to export it": f"pipeworker export --best {path} best.safetensors",
         "to resume": f"pipeworker launch --resume --run-dir {path} --steps 8 {tmp_path}/net.py",
     }
@@ -160,15 +160,15 @@ def test_the_same_as_json(begin: Callable[..., RunDir], tmp_path: Path) -> None:
     assert (found["status"], found["steps"], found["loss"]) == ("done", 4, 0.25)
     assert found["best_evaluation"] == {"step": 4, "loss": 0.5, "accuracy": 0.25}
     best = {"step": 4, "name": "loss", "value": 0.5, "path": "checkpoints/step-00000004"}
-    assert (found["best"], found["best_weights"]) == (best, str(made.checkpoint(4)))
+    assert (found["best"], found["best_weights"]) == (best, str(made.checkpoints.at(4)))
     assert found["checkpoints"] == [
         {
             "step": 4,
-            "path": str(made.checkpoint(4)),
+            "path": str(made.checkpoints.at(4)),
             "evaluation": {"step": 4, "loss": 0.5},
         }
     ]
-    assert found["weights"] == str(made.checkpoint(4))
+    assert found["weights"] == str(made.checkpoints.at(4))
     assert found["export"].startswith("pipeworker export ")
     summary = json.loads(made.summary.read_text())
     assert {k: found[k] for k in summary if k != "stages"} == {

@@ -173,21 +173,21 @@ def test_speeds_are_compared_if_they_are_known(folder: Path) -> None:
 
 
 def names(run_dir: RunDir) -> list[str]:
-    return sorted(path.name for path in run_dir.checkpoints.iterdir())
+    return sorted(path.name for path in run_dir.checkpoints.path.iterdir())
 
 
 def test_prune_keeps_the_newest_and_the_best_checkpoint(folder: Path) -> None:
     made = RunDir(folder / "runs" / "a")
     for step, loss in ((1, 0.9), (2, 0.1), (3, 0.7), (4, 0.8), (5, 0.9)):
         complete(made, step, evaluation={"step": step, "loss": loss})
-    (made.checkpoint(5) / "state-00001-of-00001.json").unlink()  # 4 is the newest that is whole
-    (made.checkpoints / "damaged-step-00000003").mkdir()
-    (made.checkpoints / ".step-00000006.partial").mkdir()
+    (made.checkpoints.at(5) / "state-00001-of-00001.json").unlink()  # 4 is the newest that is whole
+    (made.checkpoints.path / "damaged-step-00000003").mkdir()
+    (made.checkpoints.path / ".step-00000006.partial").mkdir()
     outside = folder / "outside"
     outside.mkdir()
     (outside / "file").touch()
-    (made.checkpoints / "step-00000007").symlink_to(outside)
-    (made.checkpoints / "mine").mkdir()
+    (made.checkpoints.path / "step-00000007").symlink_to(outside)
+    (made.checkpoints.path / "mine").mkdir()
     before = names(made)
     text = run("prune", "runs", "--keep-weights", "--dry-run")
     assert names(made) == before
@@ -217,8 +217,8 @@ def test_prune_leaves_what_is_running_and_what_is_a_link_alone(
     linked.symlink_to(folder / "runs" / "c")
     elsewhere = folder / "elsewhere"
     made = RunDir(folder / "runs" / "b")
-    made.checkpoints.rename(elsewhere)
-    made.checkpoints.symlink_to(elsewhere)
+    made.checkpoints.path.rename(elsewhere)
+    made.checkpoints.path.symlink_to(elsewhere)
 
     def busy(path: Path, **_: object) -> RunLock:
         raise BlockingIOError

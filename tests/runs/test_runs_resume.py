@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeworker.errors import UsageError
-from pipeworker.record.manifest import MANIFEST, Manifest, file_names
+from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest, file_names
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs import resume
 from pipeworker.runs.resume import ResumePoint
@@ -83,9 +83,11 @@ def test_a_run_resumes_from_its_newest_checkpoint(run: RunDir) -> None:
     assert resume.find_resume_point(run) == ResumePoint()
     for step in (99_999_999, 100_000_000, 7):
         complete(run, step)
-    run.partial_checkpoint(100_000_001).mkdir()
-    (run.checkpoints / "step-x").mkdir()
-    assert resume.find_resume_point(run) == ResumePoint(run.checkpoint(100_000_000), 100_000_000)
+    run.checkpoints.partial(100_000_001).mkdir()
+    (run.checkpoints.path / "step-x").mkdir()
+    assert resume.find_resume_point(run) == ResumePoint(
+        run.checkpoints.at(100_000_000), 100_000_000
+    )
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
@@ -123,14 +125,14 @@ def test_every_damaged_checkpoint_is_reported(run: RunDir) -> None:
     with pytest.raises(UsageError) as caught:
         resume.find_resume_point(run)
     first, *lines = str(caught.value).splitlines()
-    assert first == f"{run.checkpoints}: every checkpoint is damaged; restore one:"
+    assert first == f"{run.checkpoints.path}: every checkpoint is damaged; restore one:"
     assert len(lines) == len(DAMAGES)
     for step, line in zip(range(len(lines), 0, -1), lines, strict=True):
         assert line.startswith(f"  step-{step:08}: ")
         assert [*DAMAGES.values()][step - 1][2] in line
     complete(run, 100)
     assert resume.find_resume_point(run) == ResumePoint(
-        run.checkpoint(100), 100
+        run.checkpoints.at(100), 100
     )  # older ones are not read
 
 
@@ -182,25 +184,25 @@ def test_a_file_that_cannot_be_rewritten_stays_as_it_is(
 def test_a_run_directory_is_rolled_back_to_the_checkpoint(run: RunDir) -> None:
     for step in (2, 3, 4):
         complete(run, step)
-    damage(run.checkpoint(3))
-    damage(run.checkpoint(4))
-    earlier = run.checkpoints / "damaged-step-00000004"
+    damage(run.checkpoints.at(3))
+    damage(run.checkpoints.at(4))
+    earlier = run.checkpoints.path / "damaged-step-00000004"
     for name in (".step-00000003.partial", ".step-00000001.gone", earlier.name):
-        (run.checkpoints / name).mkdir()
-        (run.checkpoints / name / "file").touch()
+        (run.checkpoints.path / name).mkdir()
+        (run.checkpoints.path / name / "file").touch()
     (run.path / ".0123456789abcdef.partial").touch()  # of a killed writer
     for path in (run.metrics, run.evaluation):
         path.write_text("".join(ROWS))
     run.summary.write_text("{}")
     run.plan.write_text("{}")
     resume.roll_back(run, resume.find_resume_point(run))
-    assert sorted(path.name for path in run.checkpoints.iterdir()) == [
+    assert sorted(path.name for path in run.checkpoints.path.iterdir()) == [
         *("damaged-step-00000003", "damaged-step-00000004", "damaged-step-00000004-2"),
         "step-00000002",
     ]
     assert not [*run.path.glob(".*.partial")]
     assert (earlier / "file").exists()
-    assert (run.checkpoints / "damaged-step-00000004-2" / MANIFEST).exists()
+    assert (run.checkpoints.path / "damaged-step-00000004-2" / MANIFEST).exists()
     assert run.metrics.read_text() == run.evaluation.read_text() == "".join(ROWS[:2])
     assert not run.summary.exists()
     assert run.plan.exists()

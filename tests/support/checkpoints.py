@@ -11,15 +11,15 @@ from torch import nn
 
 from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.facts.layer_names import LayerNames
-from pipeworker.record.atomic_file import write_json
-from pipeworker.record.checkpoint import Checkpoint, read_plain
-from pipeworker.record.json_state import unpack
-from pipeworker.record.manifest import Manifest, describe_file, file_names
+from pipeworker.record.checkpoint.checkpoint import Checkpoint, read_plain
+from pipeworker.record.checkpoint.json_state import unpack
+from pipeworker.record.checkpoint.manifest import Manifest, describe_file, file_names
+from pipeworker.record.checkpoint.snapshot_buffer import SnapshotBuffer
+from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory, write_files
+from pipeworker.record.checkpoint.stage_state import OptimizerState, StageState
+from pipeworker.record.checkpoint.tensor_file import TensorFile
+from pipeworker.record.files.atomic_file import write_json
 from pipeworker.record.rundir import RunDir
-from pipeworker.record.snapshot_buffer import SnapshotBuffer
-from pipeworker.record.snapshot_memory import SnapshotMemory, write_files
-from pipeworker.record.stage_state import OptimizerState, StageState
-from pipeworker.record.tensor_file import TensorFile
 
 
 def part(
@@ -37,7 +37,7 @@ def part(
 
 def complete(run: RunDir, step: int, **fields: Any) -> Path:
     """Write a checkpoint whose files have any content, and a matching manifest."""
-    path = run.checkpoint(step)
+    path = run.checkpoints.at(step)
     path.mkdir(parents=True)
     for name in file_names(0, 1):
         (path / name).write_bytes(f"{name} of step {step}".encode() * 100)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from pipeworker.record.checkpoint import Checkpoint, read_plain
-from pipeworker.record.json_state import unpack
-from pipeworker.record.tensor_file import TensorFile
+from pipeworker.record.checkpoint.checkpoint import Checkpoint, read_plain
+from pipeworker.record.checkpoint.json_state import unpack
+from pipeworker.record.checkpoint.tensor_file import TensorFile
 from support.jobs import Run
 from support.plain_loop import in_a_list
 

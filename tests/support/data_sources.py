@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
-from pipeworker.record.json_state import pack, unpack
+from pipeworker.record.checkpoint.json_state import pack, unpack
 
 LENGTH = 2
 EPOCHS = 3

@@ -17,7 +17,7 @@ from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.plan.partition import ranges
 from pipeworker.plan.placement import Placement
-from pipeworker.record.manifest import Manifest
+from pipeworker.record.checkpoint.manifest import Manifest
 from support.checkpoints import part, save_worker_files
 
 

@@ -292,7 +292,7 @@ def _in_writer() -> None:
 _ROLES: dict[str, Callable[[], object]] = {
     "pipeworker.host.agent": _in_agent,
     "pipeworker.coordinator.service": _in_coordinator,
-    "pipeworker.record.snapshot_memory": _in_writer,
+    "pipeworker.record.checkpoint.snapshot_memory": _in_writer,
     "pipeworker": lambda: None,
 }
 

@@ -23,7 +23,7 @@ MODULES = (
     *("torch._dynamo", "zmq", "rich.progress", "safetensors.torch"),
     *("cli", "launcher.local", "launcher.torchrun", "pipeworker.session.train"),
     *("pipeworker.coordinator.service", "pipeworker.host.agent"),
-    *("pipeworker.worker.worker", "pipeworker.worker.hooks", "pipeworker.record.export"),
+    *("pipeworker.worker.worker", "pipeworker.worker.hooks", "pipeworker.record.weights.export"),
     *("pipeworker.worker.model.survey_process", "pipeworker.worker.data.reader_process"),
 )
 """The modules of the tests' processes, which the server imports once."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from pipeworker.record.checkpoint import Checkpoint
+from pipeworker.record.checkpoint.checkpoint import Checkpoint
 from support.checkpoints import optimizer_state
 from support.forked import Forked, Server
 from support.interpreter import SERVER, take_terminal

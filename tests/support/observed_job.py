@@ -147,7 +147,7 @@ class ObservedJob:
     @property
     def saved(self) -> int:
         """The step of the last checkpoint."""
-        return RunDir(self.path).last_checkpoint_step()
+        return RunDir(self.path).checkpoints.last_step()
 
     @property
     def pids(self) -> dict[str, int]:
@@ -194,7 +194,7 @@ class ObservedJob:
             for pid, line in found
             if not {pid, _group(pid)} & own and not line.startswith("watcher\n")
         ]
-        return [*processes, *map(str, RunDir(self.path).checkpoints.glob(".*"))]
+        return [*processes, *map(str, RunDir(self.path).checkpoints.path.glob(".*"))]
 
     @property
     def run(self) -> Run:

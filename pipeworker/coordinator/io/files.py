@@ -22,12 +22,13 @@ from pipeworker.facts.layer_names import LayerNames
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.host.descriptors import DescriptorReserve
 from pipeworker.job.options import Options
-from pipeworker.record.atomic_file import open_file, replace_json, write_json
-from pipeworker.record.manifest import Manifest
+from pipeworker.record.checkpoint.manifest import Manifest
+from pipeworker.record.files.atomic_file import open_file, replace_json, write_json
+from pipeworker.record.files.located import located
 from pipeworker.record.metrics.formats import ExtraFormats
 from pipeworker.record.metrics.rows import Rows
 from pipeworker.record.run_record import write_summary
-from pipeworker.record.rundir import RunDir, located
+from pipeworker.record.rundir import RunDir
 from pipeworker.wire.lines import Verdict, Warned
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -128,8 +129,8 @@ class RunFiles:
         )
         for rows in self._rows.values():
             rows.sync()
-        self.descriptors.run(lambda: self.run_dir.commit_checkpoint(manifest))
-        return located(self.run_dir.checkpoint(commit.step))
+        self.descriptors.run(lambda: self.run_dir.checkpoints.commit(manifest))
+        return located(self.run_dir.checkpoints.at(commit.step))
 
     def write_summary(self, verdict: Verdict, stages: int) -> Verdict:
         """Write ``summary.json``; return the verdict, failed if that or a row cannot be written."""
@@ -147,12 +148,12 @@ class RunFiles:
     def remove_old_checkpoints(self) -> None:
         """Remove checkpoints beyond those to keep; failing to do so does not end the job."""
         criterion = Criterion.parse(self.options.best)
-        prune = partial(self.run_dir.prune_checkpoints, self.options.keep, criterion)
+        prune = partial(self.run_dir.checkpoints.prune, self.options.keep, criterion)
         self._remove("an old checkpoint", prune)
 
     def remove_unfinished(self) -> None:
         """Remove checkpoints that workers of earlier generations have begun."""
-        self._remove("an unfinished checkpoint", self.run_dir.remove_leftovers)
+        self._remove("an unfinished checkpoint", self.run_dir.checkpoints.remove_leftovers)
 
     def _open_rows(self, path: Path) -> None:
         self._rows[path] = Rows(path)

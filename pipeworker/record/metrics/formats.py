@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeworker.errors import UsageError
-from pipeworker.record.atomic_file import open_file, temporary_path
+from pipeworker.record.files.atomic_file import open_file, temporary_path
 from pipeworker.record.metrics import rows
 from pipeworker.record.metrics.rows import Row
 

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from pipeworker.errors import UnreadableFile
-from pipeworker.record.atomic_file import no_link
-from pipeworker.record.bounded_file import load_json, open_bounded
+from pipeworker.record.files.atomic_file import no_link
+from pipeworker.record.files.bounded_file import load_json, open_bounded
 
 Row = dict[str, Any]
 BLOCK_BYTES = 1 << 16

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pipeworker.errors import UsageError
-from pipeworker.record.atomic_file import write_bytes
+from pipeworker.record.files.atomic_file import write_bytes
 from pipeworker.worker.internals import pytree
 
 _STATM, _PAGE = "/proc/self/statm", resource.getpagesize()

@@ -18,11 +18,12 @@ from prometheus_client.registry import Collector
 
 from pipeworker.errors import PipeworkerError
 from pipeworker.record import present
+from pipeworker.record.checkpoint.folder import step_of
 from pipeworker.record.metrics.rows import Row
 from pipeworker.record.plan_file import PlanFile
 from pipeworker.record.present import Present
 from pipeworker.record.run_record import RunRecord
-from pipeworker.record.rundir import Request, RunDir, step_of
+from pipeworker.record.rundir import Request, RunDir
 
 _BUCKETS = tuple(base * 10.0**power for power in range(-3, 4) for base in (1, 2, 5))
 """Seconds of a step."""

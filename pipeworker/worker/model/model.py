@@ -18,7 +18,7 @@ from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
 from pipeworker.job.file import JobFile
 from pipeworker.plan.ties import declared
-from pipeworker.record.conversions import Conversion, describe_adapters
+from pipeworker.record.weights.conversions import Conversion, describe_adapters
 from pipeworker.wire.messages.plan import StageRange
 from pipeworker.worker import blame
 from pipeworker.worker.internals import is_fake

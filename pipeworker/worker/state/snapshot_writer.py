@@ -19,10 +19,10 @@ from pipeworker.errors import RecordError
 from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.host import cgroups, streams
 from pipeworker.host.lifetime import command
-from pipeworker.record.manifest import file_names
-from pipeworker.record.snapshot_buffer import CopyPairs, SnapshotBuffer, file_contents
-from pipeworker.record.snapshot_memory import SnapshotMemory, write_contents, write_files
-from pipeworker.record.stage_state import StageState
+from pipeworker.record.checkpoint.manifest import file_names
+from pipeworker.record.checkpoint.snapshot_buffer import CopyPairs, SnapshotBuffer, file_contents
+from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory, write_contents, write_files
+from pipeworker.record.checkpoint.stage_state import StageState
 from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
 from pipeworker.worker.device.device import peak_resident
 from pipeworker.worker.task_thread import TaskThread
@@ -250,7 +250,7 @@ class _WriterProcess:
 
     def __init__(self, handles: Sequence[int]) -> None:
         self._process = subprocess.Popen(
-            command("pipeworker.record.snapshot_memory"),
+            command("pipeworker.record.checkpoint.snapshot_memory"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=handles,

@@ -13,13 +13,13 @@ import torch
 from pipeworker.errors import PipeworkerError
 from pipeworker.facts.position import Phase
 from pipeworker.plan.placement import Placement
-from pipeworker.record.checkpoint import Checkpoint
-from pipeworker.record.manifest import WorkerFiles
-from pipeworker.record.restore import check_fits, restore, restored_position
-from pipeworker.record.rundir import located
-from pipeworker.record.snapshot_buffer import SnapshotBuffer, snapshot_files
-from pipeworker.record.snapshot_memory import SnapshotMemory
-from pipeworker.record.stage_state import StageState, check_savable
+from pipeworker.record.checkpoint.checkpoint import Checkpoint
+from pipeworker.record.checkpoint.manifest import WorkerFiles
+from pipeworker.record.checkpoint.restore import check_fits, restore, restored_position
+from pipeworker.record.checkpoint.snapshot_buffer import SnapshotBuffer, snapshot_files
+from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory
+from pipeworker.record.checkpoint.stage_state import StageState, check_savable
+from pipeworker.record.files.located import located
 from pipeworker.wire.messages.checkpoint import Copy, Restore, Save, Saved
 from pipeworker.wire.messages.plan import Plan
 from pipeworker.worker.blame import user_code
@@ -198,7 +198,7 @@ class State:
         self._tracker.set(Phase.RESTORING)
         if source.path:
             files = Checkpoint(
-                Path(located(self._loaded.run_dir.checkpoint(source.step)))
+                Path(located(self._loaded.run_dir.checkpoints.at(source.step)))
             ).worker_files()
         else:
             sharded = role.options.shard_optimizer
@@ -327,7 +327,7 @@ class State:
             rank,
             ranks,
             self._loaded.settings.memories.get(role.rank, ()),
-            self._loaded.run_dir.partial_checkpoint,
+            self._loaded.run_dir.checkpoints.partial,
             self._loaded.run_dir.descriptors,
             self._loaded.control.send,
             placement.ranks,

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from pipeworker.host import streams
-from pipeworker.record.rundir import located
+from pipeworker.record.files.located import located
 from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.step import RunStep, Update
 

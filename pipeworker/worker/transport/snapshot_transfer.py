@@ -21,14 +21,10 @@ from contextlib import suppress
 from pipeworker.environment import timings
 from pipeworker.errors import PeerLost
 from pipeworker.host import streams
-from pipeworker.record.snapshot_memory import SnapshotMemory
+from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory
 from pipeworker.worker.transport import handshake
 from pipeworker.worker.transport.credentials import Credentials, Login
-from pipeworker.worker.transport.handshake import (
-    AuthenticationError,
-    Membership,
-    PeerLeft,
-)
+from pipeworker.worker.transport.handshake import AuthenticationError, Membership, PeerLeft
 from pipeworker.worker.transport.network import CoordinatorStore, Network
 
 _REQUEST = struct.Struct("<2q")  # rank, slot

@@ -13,7 +13,7 @@ from torch import nn
 from pipeworker.facts.layer_names import layer_of, numbered, shown, split_numbered
 from pipeworker.job.file import JobFile
 from pipeworker.job.signatures import signature, takes_steps
-from pipeworker.record.stage_state import OptimizerState
+from pipeworker.record.checkpoint.stage_state import OptimizerState
 from pipeworker.wire.messages.step import Update
 from pipeworker.worker.blame import user_code
 from pipeworker.worker.internals import divide, multiply

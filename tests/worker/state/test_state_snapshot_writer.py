@@ -20,11 +20,11 @@ from torch import nn
 from pipeworker.errors import PipeworkerError
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.host import cgroups, lifetime
-from pipeworker.record.frozen_weights import header_of
-from pipeworker.record.snapshot_buffer import SnapshotBuffer, snapshot_files
-from pipeworker.record.snapshot_memory import SnapshotMemory
-from pipeworker.record.stage_state import OptimizerState, StageState
-from pipeworker.record.tensor_file import TensorFile
+from pipeworker.record.checkpoint.frozen_weights import header_of
+from pipeworker.record.checkpoint.snapshot_buffer import SnapshotBuffer, snapshot_files
+from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory
+from pipeworker.record.checkpoint.stage_state import OptimizerState, StageState
+from pipeworker.record.checkpoint.tensor_file import TensorFile
 from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
 from pipeworker.worker.state import snapshot_writer
 from pipeworker.worker.state.snapshot_writer import SnapshotWriter
@@ -73,7 +73,7 @@ def test_a_writer_process_that_died_is_replaced_for_the_next_checkpoint(
     commands = [
         [sys.executable, "-S", "-c", "import sys; sys.stdin.readline()"],
         [sys.executable, "-S", "-c", "print('[[', end='')"],
-        lifetime.command("pipeworker.record.snapshot_memory"),
+        lifetime.command("pipeworker.record.checkpoint.snapshot_memory"),
     ]
     monkeypatch.setattr(snapshot_writer, "command", lambda module: commands.pop(0))
     for step in (1, 2):
@@ -89,7 +89,7 @@ def test_a_writer_process_that_died_is_replaced_for_the_next_checkpoint(
 
 BLOCKED = """
 import threading
-from pipeworker.record import snapshot_memory
+from pipeworker.record.checkpoint import snapshot_memory
 snapshot_memory.write_files = lambda *_: threading.Event().wait()
 snapshot_memory.main()
 """
@@ -97,7 +97,10 @@ snapshot_memory.main()
 
 @pytest.mark.parametrize(
     "command",
-    [lifetime.command("pipeworker.record.snapshot_memory"), [sys.executable, "-c", BLOCKED]],
+    [
+        lifetime.command("pipeworker.record.checkpoint.snapshot_memory"),
+        [sys.executable, "-c", BLOCKED],
+    ],
     ids=["between files", "in the middle of a file"],
 )
 def test_a_writer_process_ends_silently_with_its_worker(tmp_path: Path, command: list[str]) -> None:

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from pipeworker.record.snapshot_memory import SnapshotMemory
+from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory
 from pipeworker.worker.transport import handshake
 from pipeworker.worker.transport.credentials import Credentials
 from pipeworker.worker.transport.handshake import HandshakeSteps, Membership, PeerLeft

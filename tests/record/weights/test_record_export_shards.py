@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.errors import UsageError
-from pipeworker.record import export
-from pipeworker.record.manifest import weights_index
+from pipeworker.record.checkpoint.manifest import weights_index
+from pipeworker.record.weights import export
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeworker.record.json_state import Tensors
+from pipeworker.record.checkpoint.json_state import Tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The files of peft's own folder."""

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeworker.errors import UsageError
-from pipeworker.record.model_folder import copy_files, like
+from pipeworker.record.weights.model_folder import copy_files, like
 
 SHARED = torch.arange(6.0).view(2, 3)
 WEIGHTS = {"words.weight": SHARED, "norm.bias": torch.ones(3), "head.weight": SHARED}

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipeworker.record import export
-from pipeworker.record.export import DTYPES, export_weights
+from pipeworker.record.weights import export
+from pipeworker.record.weights.export import DTYPES, export_weights
 from support.exports import model, opened, read, save
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from pipeworker.errors import PipeworkerError
-from pipeworker.record.frozen_weights import frozen_name
-from pipeworker.record.json_state import Tensors
-from pipeworker.record.manifest import WorkerFiles
-from pipeworker.record.snapshot_memory import Chunk, FileContent, SnapshotMemory
-from pipeworker.record.stage_state import StageState, TensorContent, WorkerContent
-from pipeworker.record.tensor_file import TensorInfo, file_layout
+from pipeworker.record.checkpoint.frozen_weights import frozen_name
+from pipeworker.record.checkpoint.json_state import Tensors
+from pipeworker.record.checkpoint.manifest import WorkerFiles
+from pipeworker.record.checkpoint.snapshot_memory import Chunk, FileContent, SnapshotMemory
+from pipeworker.record.checkpoint.stage_state import StageState, TensorContent, WorkerContent
+from pipeworker.record.checkpoint.tensor_file import TensorInfo, file_layout
 
 CopyPairs = list[tuple[torch.Tensor, torch.Tensor]]
 """Copies to make: the target and the source of each, of one shape and dtype."""

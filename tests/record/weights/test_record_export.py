@@ -16,7 +16,7 @@ from torch import nn
 from pipeworker.errors import UsageError
 from pipeworker.plan.placement import Placement
 from pipeworker.record import rundir
-from pipeworker.record.export import export_weights
+from pipeworker.record.weights.export import export_weights
 from support.exports import model, opened, read, save
 
 

@@ -14,11 +14,18 @@ from typing import Any
 import msgspec
 
 from pipeworker.errors import UnreadableFile
-from pipeworker.record.bounded_file import read_json
-from pipeworker.record.frozen_weights import frozen_name
-from pipeworker.record.json_state import JSON_DEPTH, Tensors
-from pipeworker.record.manifest import ANOTHER, MANIFEST, Manifest, WorkerFiles, file_names, invalid
-from pipeworker.record.tensor_file import TensorFile
+from pipeworker.record.checkpoint.frozen_weights import frozen_name
+from pipeworker.record.checkpoint.json_state import JSON_DEPTH, Tensors
+from pipeworker.record.checkpoint.manifest import (
+    ANOTHER,
+    MANIFEST,
+    Manifest,
+    WorkerFiles,
+    file_names,
+    invalid,
+)
+from pipeworker.record.checkpoint.tensor_file import TensorFile
+from pipeworker.record.files.bounded_file import read_json
 
 
 class Checkpoint:

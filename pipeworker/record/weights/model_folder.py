@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipeworker.errors import UnreadableFile, UsageError
-from pipeworker.record.atomic_file import sync_file
-from pipeworker.record.bounded_file import read_json
-from pipeworker.record.conversions import stored_form
-from pipeworker.record.json_state import Tensors
-from pipeworker.record.tensor_file import TensorFile
-from pipeworker.record.weight_files import SAFETENSORS, find_files
+from pipeworker.record.checkpoint.json_state import Tensors
+from pipeworker.record.checkpoint.tensor_file import TensorFile
+from pipeworker.record.files.atomic_file import sync_file
+from pipeworker.record.files.bounded_file import read_json
+from pipeworker.record.weights.conversions import stored_form
+from pipeworker.record.weights.weight_files import SAFETENSORS, find_files
 
 _COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py", ".vocab", ".bpe", ".md")
 """The endings of a model's files besides weights: configurations, tokenizers, templates, code."""

@@ -20,7 +20,7 @@ from msgspec import Meta
 from pipeworker.errors import ProtocolError, UnreadableFile, UsageError
 from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.facts.layer_names import LayerNames
-from pipeworker.record.bounded_file import read_json
+from pipeworker.record.files.bounded_file import read_json
 
 VERSION = 3
 _READABLE = (2, VERSION)

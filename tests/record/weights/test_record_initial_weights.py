@@ -17,10 +17,10 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.facts.layer_names import LayerNames
-from pipeworker.record.initial_weights import InitialWeights
-from pipeworker.record.manifest import Manifest
-from pipeworker.record.stage_state import StageState
-from pipeworker.record.weight_files import find_weight_files
+from pipeworker.record.checkpoint.manifest import Manifest
+from pipeworker.record.checkpoint.stage_state import StageState
+from pipeworker.record.weights.initial_weights import InitialWeights
+from pipeworker.record.weights.weight_files import find_weight_files
 from support.checkpoints import save_worker_files
 from support.exports import Hostile
 from support.memory import peak, resident

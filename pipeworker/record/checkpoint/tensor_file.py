@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pipeworker.errors import UnreadableFile
-from pipeworker.record.frozen_weights import ALIGNMENT, COMPLEX, FROZEN, NAMES, header_of
-from pipeworker.record.json_state import as_complex
+from pipeworker.record.checkpoint.frozen_weights import ALIGNMENT, COMPLEX, FROZEN, NAMES, header_of
+from pipeworker.record.checkpoint.json_state import as_complex
 
 TensorInfo = tuple[torch.dtype, tuple[int, ...]]
 """The dtype and shape of a tensor."""

@@ -18,10 +18,10 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.facts.layer_names import LayerNames
-from pipeworker.record.checkpoint import Checkpoint
-from pipeworker.record.json_state import InvalidState, pack, unpack
-from pipeworker.record.manifest import MANIFEST, Manifest
-from pipeworker.record.stage_state import StageState, check_savable
+from pipeworker.record.checkpoint.checkpoint import Checkpoint
+from pipeworker.record.checkpoint.json_state import InvalidState, pack, unpack
+from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
+from pipeworker.record.checkpoint.stage_state import StageState, check_savable
 from support.checkpoints import optimizer_state, part, save_worker_files
 
 

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from pipeworker.facts.layer_names import LayerNames
-from pipeworker.record.checkpoint import Checkpoint
-from pipeworker.record.manifest import Manifest, describe_file, file_names
+from pipeworker.record.checkpoint.checkpoint import Checkpoint
+from pipeworker.record.checkpoint.manifest import Manifest, describe_file, file_names
+from pipeworker.record.checkpoint.snapshot_buffer import file_contents
+from pipeworker.record.checkpoint.snapshot_memory import write_contents
+from pipeworker.record.checkpoint.stage_state import StageState
 from pipeworker.record.rundir import RunDir
-from pipeworker.record.snapshot_buffer import file_contents
-from pipeworker.record.snapshot_memory import write_contents
-from pipeworker.record.stage_state import StageState
 from support.checkpoints import part, save_worker_files
 
 MODEL, _, _ = NAMES = file_names(0, 1)
@@ -48,13 +48,13 @@ Save = Callable[[Path, int, StageState], list[str]]
 
 
 def complete(run: RunDir, step: int, net: list[nn.Module], save: Save = from_memory) -> Path:
-    run.checkpoints.mkdir(parents=True, exist_ok=True)
-    partial = run.partial_checkpoint(step)
+    run.checkpoints.path.mkdir(parents=True, exist_ok=True)
+    partial = run.checkpoints.partial(step)
     stage = part(net, 0)
     save(partial, step, stage)
     described = tuple(map(describe_file, sorted(partial.iterdir())))
-    run.commit_checkpoint(Manifest(step, 1, LayerNames.numbered(len(net)), described))
-    return run.checkpoint(step)
+    run.checkpoints.commit(Manifest(step, 1, LayerNames.numbered(len(net)), described))
+    return run.checkpoints.at(step)
 
 
 @pytest.mark.parametrize("save", [from_memory, directly])
@@ -96,8 +96,8 @@ def test_a_checkpoint_that_is_written_again_leaves_the_shared_file_alone(
 ) -> None:
     run, net = RunDir(tmp_path / "run"), layers()
     first = complete(run, 1, net)
-    save(run.partial_checkpoint(2), 2, part(net, 0))
-    assert (run.partial_checkpoint(2) / FROZEN).samefile(first / FROZEN)
+    save(run.checkpoints.partial(2), 2, part(net, 0))
+    assert (run.checkpoints.partial(2) / FROZEN).samefile(first / FROZEN)
     weight_of(net[1]).mul_(0.5)
     second = complete(run, 2, net, save)
     Checkpoint(first).verify()
@@ -107,9 +107,9 @@ def test_a_checkpoint_that_is_written_again_leaves_the_shared_file_alone(
 def test_weights_are_shared_with_a_checkpoint_that_is_not_complete(tmp_path: Path) -> None:
     run, net = RunDir(tmp_path / "run"), layers()
     complete(run, 9, net)
-    begun = run.partial_checkpoint(10)
+    begun = run.checkpoints.partial(10)
     from_memory(begun, 10, part(net, 0))
-    (run.checkpoint(9) / FROZEN).unlink()
+    (run.checkpoints.at(9) / FROZEN).unlink()
     assert (complete(run, 11, net) / FROZEN).samefile(begun / FROZEN)
 
 

@@ -18,14 +18,14 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.facts.layer_names import LayerNames
-from pipeworker.record.checkpoint import Checkpoint
-from pipeworker.record.manifest import WorkerFiles, file_names
-from pipeworker.record.restore import restore
-from pipeworker.record.snapshot_buffer import SnapshotBuffer
-from pipeworker.record.snapshot_memory import SnapshotMemory
-from pipeworker.record.stage_state import OptimizerState, StageState
+from pipeworker.record.checkpoint.checkpoint import Checkpoint
+from pipeworker.record.checkpoint.manifest import WorkerFiles, file_names
+from pipeworker.record.checkpoint.restore import restore
+from pipeworker.record.checkpoint.snapshot_buffer import SnapshotBuffer
+from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory
+from pipeworker.record.checkpoint.stage_state import OptimizerState, StageState
 from pipeworker.worker.internals import loads_itself
-from record.stages import OPTIMIZERS, SCHEDULERS, TIE, Odd, Stages, assert_same, model
+from record.checkpoint.stages import OPTIMIZERS, SCHEDULERS, TIE, Odd, Stages, assert_same, model
 from support import checkpoints
 from support.checkpoints import save_worker_files
 from support.memory import peak, resident

@@ -17,10 +17,15 @@ from torch import nn
 
 from pipeworker.errors import UnreadableFile, UsageError, a_type
 from pipeworker.facts.layer_names import LayerNames
-from pipeworker.record.conversions import Conversion, Source, only
-from pipeworker.record.stage_state import StageState, StateDictDiff, UserCode, is_extra_state
-from pipeworker.record.tensor_file import TensorFile
-from pipeworker.record.weight_files import SAFETENSORS, find_weight_files, naming_option
+from pipeworker.record.checkpoint.stage_state import (
+    StageState,
+    StateDictDiff,
+    UserCode,
+    is_extra_state,
+)
+from pipeworker.record.checkpoint.tensor_file import TensorFile
+from pipeworker.record.weights.conversions import Conversion, Source, only
+from pipeworker.record.weights.weight_files import SAFETENSORS, find_weight_files, naming_option
 
 _ALONE = "save model.state_dict() alone"
 _ZIP = b"PK\x03\x04"

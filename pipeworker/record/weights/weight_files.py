@@ -12,8 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from pipeworker.errors import UnreadableFile, UsageError
-from pipeworker.record.bounded_file import read_json
-from pipeworker.record.manifest import MANIFEST, WEIGHTS_INDEX, Manifest
+from pipeworker.record.checkpoint.manifest import MANIFEST, WEIGHTS_INDEX, Manifest
+from pipeworker.record.files.bounded_file import read_json
 from pipeworker.record.rundir import RunDir, find_checkpoint, listed
 
 SAFETENSORS, PICKLED = (".safetensors",), (".pt", ".pth", ".bin")
@@ -76,7 +76,7 @@ def find_files(path: Path) -> WeightFiles:
     """
     if not path.is_dir():
         return _indexed(path) if path.suffix == ".json" else WeightFiles((_file(path),))
-    if (path / MANIFEST).is_file() or RunDir(path).checkpoints.is_dir():
+    if (path / MANIFEST).is_file() or RunDir(path).checkpoints.path.is_dir():
         checkpoint = find_checkpoint(path)
         manifest = Manifest.read(checkpoint / MANIFEST)
         files = [file for file in manifest.files if file.name.startswith("model-")]

@@ -22,9 +22,9 @@ from pathlib import Path
 
 from pipeworker.errors import RecordError
 from pipeworker.facts.checkpoint_file import CheckpointFile
-from pipeworker.record.atomic_file import open_file
-from pipeworker.record.frozen_weights import frozen_name, link_same, ranges, split
-from pipeworker.record.rundir import located
+from pipeworker.record.checkpoint.frozen_weights import frozen_name, link_same, ranges, split
+from pipeworker.record.files.atomic_file import open_file
+from pipeworker.record.files.located import located
 
 Chunk = memoryview
 """Bytes of a file, valid until the next ones are requested."""

@@ -19,9 +19,9 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.facts.layer_names import LayerNames
-from pipeworker.record.frozen_weights import COMPLEX, NAMES
-from pipeworker.record.json_state import Tensors, pack
-from pipeworker.record.tensor_file import TensorInfo, supports
+from pipeworker.record.checkpoint.frozen_weights import COMPLEX, NAMES
+from pipeworker.record.checkpoint.json_state import Tensors, pack
+from pipeworker.record.checkpoint.tensor_file import TensorInfo, supports
 
 _MOST_SHOWN = 10
 _EXTRA = "_extra_state"
@@ -53,7 +53,7 @@ class StageState:
             none.
         restart_schedulers: makes the schedulers again, after a number of their steps.
         adapters: what makes peft's own folder of the whole model's weights, saved with one stage;
-            see :func:`pipeworker.record.conversions.describe_adapters`.
+            see :func:`pipeworker.record.weights.conversions.describe_adapters`.
     """
 
     names: LayerNames

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeworker.facts.checkpoint_file import CheckpointFile
-from pipeworker.record.atomic_file import open_file
+from pipeworker.record.files.atomic_file import open_file
 
 FROZEN, NAMES, COMPLEX = "frozen", "names", "complex128"
 """Metadata: how many bytes the frozen weights take; the order of all names, which the format loses;

@@ -15,10 +15,10 @@ from torch import nn
 
 from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.facts.layer_names import LayerNames
-from pipeworker.record.checkpoint import Checkpoint
-from pipeworker.record.manifest import Manifest, WorkerFiles
-from pipeworker.record.restore import restore
-from pipeworker.record.stage_state import OptimizerState, StageState
+from pipeworker.record.checkpoint.checkpoint import Checkpoint
+from pipeworker.record.checkpoint.manifest import Manifest, WorkerFiles
+from pipeworker.record.checkpoint.restore import restore
+from pipeworker.record.checkpoint.stage_state import OptimizerState, StageState
 from support.checkpoints import save_worker_files
 
 optim, schedules = torch.optim, torch.optim.lr_scheduler

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 
 from pipeworker.errors import UnreadableFile, UsageError
-from pipeworker.record.atomic_file import sync_file, temporary_path
-from pipeworker.record.checkpoint import Adapters, Checkpoint
-from pipeworker.record.conversions import CONFIG, WEIGHTS
-from pipeworker.record.json_state import Tensors
-from pipeworker.record.manifest import WEIGHTS_INDEX, weights_index
-from pipeworker.record.model_folder import copy_files, like
+from pipeworker.record.checkpoint.checkpoint import Adapters, Checkpoint
+from pipeworker.record.checkpoint.json_state import Tensors
+from pipeworker.record.checkpoint.manifest import WEIGHTS_INDEX, weights_index
+from pipeworker.record.checkpoint.tensor_file import TensorFile, file_layout, supports
+from pipeworker.record.files.atomic_file import sync_file, temporary_path
 from pipeworker.record.run_record import find_best_checkpoint
 from pipeworker.record.rundir import find_checkpoint
-from pipeworker.record.tensor_file import TensorFile, file_layout, supports
+from pipeworker.record.weights.conversions import CONFIG, WEIGHTS
+from pipeworker.record.weights.model_folder import copy_files, like
 
 DEFAULT_SHARD_SIZE = "5GB"
 """The size that Hugging Face uses."""

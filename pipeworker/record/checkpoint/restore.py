@@ -19,18 +19,22 @@ from torch import nn
 
 from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.facts.layer_names import LayerNames
-from pipeworker.record.checkpoint import read_plain
-from pipeworker.record.json_state import InvalidState, unpack
-from pipeworker.record.manifest import WorkerFiles, invalid
-from pipeworker.record.param_groups import SavedGroup, SavedOptimizer, scheduler_state_for
-from pipeworker.record.stage_state import (
+from pipeworker.record.checkpoint.checkpoint import read_plain
+from pipeworker.record.checkpoint.json_state import InvalidState, unpack
+from pipeworker.record.checkpoint.manifest import WorkerFiles, invalid
+from pipeworker.record.checkpoint.param_groups import (
+    SavedGroup,
+    SavedOptimizer,
+    scheduler_state_for,
+)
+from pipeworker.record.checkpoint.stage_state import (
     OptimizerState,
     StageState,
     StateDictDiff,
     UserCode,
     is_extra_state,
 )
-from pipeworker.record.tensor_file import TensorFile
+from pipeworker.record.checkpoint.tensor_file import TensorFile
 
 _MEMBERS = {"params", "param_names"}
 """The entries of a parameter group that say which parameters it has."""

@@ -1,0 +1,132 @@
+"""The checkpoints of a run: a folder each, which is complete or hidden. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from pipeworker.errors import UsageError
+from pipeworker.facts.criterion import Criterion
+from pipeworker.record.checkpoint.manifest import (
+    MANIFEST,
+    WEIGHTS_INDEX,
+    Manifest,
+    tensor_sizes,
+    weights_index,
+)
+from pipeworker.record.files.atomic_file import remove, sync_folder, write_json
+
+_LEFTOVERS = (".step-*.partial", ".*.gone")
+_STEP = re.compile(r"step-(\d{8,19})", re.ASCII)
+
+
+class CheckpointFolder:
+    """The folder ``checkpoints`` of a run directory, at `path`; it may not exist."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def at(self, step: int) -> Path:
+        """Return the path of the complete checkpoint of a step; it may not exist."""
+        return self.path / f"step-{step:08d}"
+
+    def partial(self, step: int) -> Path:
+        """Return the path that workers write to before :meth:`commit`."""
+        return self.path / f".step-{step:08d}.partial"
+
+    def commit(self, manifest: Manifest) -> None:
+        """Complete a checkpoint: write its manifest, then rename its folder.
+
+        The index of its weights is left out if a worker on another host wrote some of them.
+
+        Raises:
+            OSError: the checkpoint cannot be completed; it is not there then.
+            ValueError: a file of the checkpoint is not one that a worker writes.
+        """
+        partial = self.partial(manifest.step)
+        handle = os.open(self.path, os.O_RDONLY)  # before anything has changed
+        try:
+            files = [partial / f.name for f in manifest.files if f.name.startswith("model-")]
+            if all(file.exists() for file in files):
+                index = weights_index({file.name: tensor_sizes(file) for file in files})
+                write_json(partial / WEIGHTS_INDEX, index)
+            write_json(partial / MANIFEST, manifest.to_json())
+            sync_folder(partial)
+            complete = self.at(manifest.step)
+            removed = _renamed_for_removal(complete)
+            if complete.exists():  # a loop of the user's own may save a step again
+                complete.rename(removed)
+            partial.rename(complete)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        shutil.rmtree(removed, ignore_errors=True)
+
+    def discard(self, step: int) -> None:
+        """Remove the files of a checkpoint that will not be complete."""
+        shutil.rmtree(self.partial(step), ignore_errors=True)
+
+    def remove_leftovers(self) -> None:
+        """Remove what processes left that ended while they wrote or removed a checkpoint."""
+        for pattern in _LEFTOVERS:
+            for path in self.path.glob(pattern):
+                remove(path)
+
+    def paths(self) -> list[Path]:
+        """Return the folders named like complete checkpoints, the oldest first."""
+        entries = self.path.iterdir() if self.path.is_dir() else ()
+        found = {int(m[1]): path for path in entries if (m := _STEP.fullmatch(path.name))}
+        return [path for _, path in sorted(found.items())]
+
+    def last_step(self) -> int:
+        """Return the step of the newest checkpoint, or -1 if there is none."""
+        return max(self.steps(), default=-1)
+
+    def steps(self) -> list[int]:
+        """Return the steps of the folders named like complete checkpoints, in order."""
+        return [step_of(path) for path in self.paths()]
+
+    def best(self, criterion: Criterion) -> Path | None:
+        """Return the complete checkpoint with the best evaluation; None if none has any."""
+        rows = {path: _evaluation(path) for path in self.paths()}
+        best = criterion.best(rows.values())
+        return next((path for path, row in rows.items() if row is best), None)
+
+    def prune(self, keep: int, criterion: Criterion) -> None:
+        """Remove all complete checkpoints but the newest `keep` and the best one."""
+        paths = self.paths()
+        if len(paths) <= keep:
+            return
+        best = self.best(criterion)
+        for path in paths[:-keep]:
+            if path != best:
+                remove_checkpoint(path)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step in the name of a complete checkpoint."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _evaluation(checkpoint: Path) -> dict[str, float]:
+    """Return the row of the evaluation after a checkpoint's step; empty if there is none."""
+    with suppress(UsageError, OSError):
+        return Manifest.read(checkpoint / MANIFEST).evaluation or {}
+    return {}
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove the folder of a checkpoint, which never looks complete when it is half removed.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    shutil.rmtree(path.rename(_renamed_for_removal(path)) if path.name[0] != "." else path)
+
+
+def _renamed_for_removal(checkpoint: Path) -> Path:
+    """Return the name of a checkpoint while it is being removed."""
+    return checkpoint.with_name(f".{checkpoint.name}.gone")

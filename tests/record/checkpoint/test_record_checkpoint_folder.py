@@ -1,0 +1,100 @@
+"""The checkpoints of a run: complete or not there, and pruned."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pipeworker.facts.checkpoint_file import CheckpointFile
+from pipeworker.facts.criterion import Criterion
+from pipeworker.facts.layer_names import LayerNames
+from pipeworker.record.checkpoint import manifest
+from pipeworker.record.checkpoint.manifest import Manifest
+from pipeworker.record.files import atomic_file
+from pipeworker.record.rundir import RunDir
+
+_LATE = [100_000_000, 100_000_001]
+
+
+def test_a_checkpoint_exists_once_it_is_committed(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    partial = run.checkpoints.partial(3)
+    partial.mkdir(parents=True)
+    save_file({"0.w": torch.ones(2)}, partial / "model-00001-of-00001.safetensors")
+    file = manifest.describe_file(partial / "model-00001-of-00001.safetensors")
+    assert not run.checkpoints.at(3).exists()
+    run.checkpoints.commit(made := Manifest(3, 1, LayerNames.numbered(1), (file,)))
+    assert not partial.exists()
+    assert Manifest.read(run.checkpoints.at(3) / "manifest.json") == made
+    index = json.loads((run.checkpoints.at(3) / "model.safetensors.index.json").read_text())
+    assert index == {"metadata": {"total_size": 8}, "weight_map": {"0.w": file.name}}
+
+
+def saved(run: RunDir, losses: dict[int, float | str | None]) -> list[int]:
+    """Complete a checkpoint for each loss, keep two, and return the steps of those that stay."""
+    for step, loss in losses.items():
+        run.checkpoints.at(step).mkdir(parents=True)
+        row = None if loss is None or isinstance(loss, str) else {"step": step, "loss": loss}
+        made = Manifest(
+            step,
+            1,
+            LayerNames.numbered(1),
+            (CheckpointFile("state-00001-of-00001.json", 1, 1),),
+            evaluation=row,
+        )
+        atomic_file.write_json(run.checkpoints.at(step) / "manifest.json", made.to_json())
+        if isinstance(loss, str):
+            (run.checkpoints.at(step) / "manifest.json").write_text(loss)
+    run.checkpoints.prune(2, Criterion("loss"))
+    return [int(path.name.removeprefix("step-")) for path in run.checkpoints.paths()]
+
+
+@pytest.mark.parametrize(
+    ("losses", "stay"),
+    [
+        ({}, []),
+        ({1: 1.0, 2: 2.0}, [1, 2]),
+        ({1: None, 2: None, 3: None}, [2, 3]),
+        ({1: 3.0, 2: 1.0, 3: 2.0, 4: 5.0, 5: None}, [2, 4, 5]),
+        ({1: 3.0, 2: 2.0, 3: 1.0}, [2, 3]),
+        ({1: 1.0, 2: 1.0, 3: 2.0, 4: 2.0}, [1, 3, 4]),  # of equal ones, the first
+        ({1: math.nan, 2: -math.inf, 3: 7.0, 4: None, 5: math.nan}, [3, 4, 5]),
+        ({1: "damaged", 2: 7.0, 3: "", 4: None, 5: None}, [2, 4, 5]),
+        ({99_999_999: 1.0, 100_000_000: 2.0, 100_000_001: 3.0}, [99_999_999, *_LATE]),
+        ({99_999_999: 3.0, 100_000_000: 2.0, 100_000_001: 1.0}, _LATE),
+    ],
+)
+def test_the_newest_and_the_best_checkpoints_stay(
+    tmp_path: Path, losses: dict[int, float | str | None], stay: list[int]
+) -> None:
+    assert saved(RunDir(tmp_path), losses) == stay
+    assert {path.name for path in tmp_path.glob("checkpoints/*")} == {
+        RunDir(tmp_path).checkpoints.at(step).name for step in stay
+    }
+
+
+def test_the_best_checkpoint_is_removed_when_there_is_a_better_one(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert saved(run, {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}) == [1, 3, 4]
+    assert saved(run, {5: 0.5}) == [4, 5]
+
+
+@pytest.mark.parametrize(
+    "header", [b"", b"[]", b"x", b'{"0.w": 3}', b'{"0.w": {}}', b'{"0.w": {"data_offsets": [1]}}']
+)
+def test_invalid_weights_complete_no_checkpoint(tmp_path: Path, header: bytes) -> None:
+    run = RunDir(tmp_path)
+    partial = run.checkpoints.partial(3)
+    partial.mkdir(parents=True)
+    path = partial / "model-00001-of-00001.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match=f"{path} is not what a worker writes"):
+        run.checkpoints.commit(
+            Manifest(3, 1, LayerNames.numbered(1), (manifest.describe_file(path),))
+        )
+    assert not run.checkpoints.at(3).exists()
