@@ -99,7 +99,7 @@ class Blueprint:
         layers = len(described[0].layers)
         if planned is None:
             order, placement = options.schedule_source, options.placement
-            balance = Blueprint.balance(options, placement, layers)
+            balance = Blueprint.balance(options, placement, described[placement.rank_of(0)])
             modes = (options.recompute,) * placement.stages
         else:
             order = resolve(planned.order, planned.virtual_stages)
@@ -140,16 +140,18 @@ class Blueprint:
         return found
 
     @staticmethod
-    def balance(options: Options, placement: Placement, layers: int) -> tuple[int, ...]:
-        """Return the number of layers of each stage, for a model of `layers` layers.
+    def balance(options: Options, placement: Placement, model: Described) -> tuple[int, ...]:
+        """Return the number of layers of each stage, for a model that a worker described.
 
         Raises:
             UsageError: the options do not fit the model.
         """
         per_worker = placement.stages // placement.workers
         if isinstance(options.balance, tuple):
-            return partition.check_balance(options.balance, layers, placement.stages)
-        return partition.even(layers, placement.stages, per_worker)
+            return partition.check_balance(
+                options.balance, model.layers, placement.stages, model.shared_buffers
+            )
+        return partition.even(len(model.layers), placement.stages, per_worker, model.shared_buffers)
 
     def check_resumed(self, layers: Sequence[str], step: int) -> None:
         """Check that the model has the layers of the checkpoint of `step`; none without one.

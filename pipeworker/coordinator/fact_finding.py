@@ -73,6 +73,7 @@ class FactFinding(Saving):
             self.options.no_profile,
             self.snapshots.slots,
             tuple(sorted(set.intersection(*({*one.frozen} for one in described)))),
+            first.shared_buffers,
             problem=first.problem,
         )
         self._measured_since = now

@@ -148,7 +148,7 @@ class Generation(FactFinding):
 
     def _on_described(self, member: Member, message: Described, now: float) -> list[Effect]:
         if len(self.awaited) == self.placement.ranks:  # reject it before other workers start
-            Blueprint.balance(self.options, self.placement, len(message.layers))
+            Blueprint.balance(self.options, self.placement, message)
         member.described = message
         if not self.is_last(message.rank):
             return [Joined(message.rank)]

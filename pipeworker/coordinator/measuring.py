@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from pipeworker.facts.connections import SharedBuffer
 from pipeworker.facts.layer_facts import LayerFacts, NetworkFacts
 from pipeworker.facts.outline import LayerKind, Machine, Outline
 from pipeworker.plan.placement import Placement
@@ -40,6 +41,7 @@ class Measuring:
         counted: whether facts are counts, and nothing is measured.
         slots: snapshots of each worker's state that its host keeps.
         frozen: the layers that have nothing to train, as all workers know.
+        shared_buffers: buffers that are in several layers.
         fresh: the facts that this job has measured, by digest.
         problem: why a kind could not be measured, or the network not be run; of several the last.
     """
@@ -52,6 +54,7 @@ class Measuring:
     counted: bool = False
     slots: int = 0
     frozen: tuple[int, ...] = ()
+    shared_buffers: tuple[SharedBuffer, ...] = ()
     fresh: dict[str, LayerFacts] = field(default_factory=dict)
     problem: str = ""
     _ran_in_order: bool = False
@@ -157,6 +160,7 @@ class Measuring:
             maps_frames=on_host and one_host,
             updates_at_once=not on_host,
             frozen=self.frozen,
+            shared_buffers=self.shared_buffers,
             device=names.pop() if len(names) == 1 else "",
         )
 

@@ -1,4 +1,4 @@
-"""Skip connections and tied weights, as pairs of layers and later as pairs of stages."""
+"""Connections of layers besides their order: skips, tied weights, shared buffers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ class Skip:
     source: int
     target: int
     name: str
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SharedBuffer:
+    """A buffer of the layers `first` and `last`: one stage must have all layers between them."""
+
+    first: int
+    last: int
 
 
 @dataclass(frozen=True, slots=True)

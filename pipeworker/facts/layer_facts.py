@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from pipeworker.facts.connections import SharedBuffer
+
 _LARGEST = 1 << 62
 """Bytes or seconds that no layer has, and whose sums are numbers."""
 
@@ -106,6 +108,7 @@ class NetworkFacts:
         updates_at_once: whether an optimizer updates all parameters in one operation, which takes
             the `update_bytes` of all layers at once.
         frozen: the layers that are known, before any is built, to have nothing to train.
+        shared_buffers: buffers that are in several layers.
         replicas: copies of the pipeline that add up their gradients.
         shards_optimizer: whether each replica has a part of the optimizer's state.
         device: the name of what the workers compute on; "" if it is not the same for all.
@@ -132,6 +135,7 @@ class NetworkFacts:
     maps_frames: bool = False
     updates_at_once: bool = True
     frozen: tuple[int, ...] = ()
+    shared_buffers: tuple[SharedBuffer, ...] = ()
     replicas: int = 1
     shards_optimizer: bool = False
     device: str = ""
@@ -139,7 +143,8 @@ class NetworkFacts:
     @property
     def is_possible(self) -> bool:
         """Whether all numbers are ones that a network may have, as those of a file may not be."""
-        parts: list[LayerFacts | LayerSkip] = [*self.layers, *self.skips, *self.ties]
+        parts: list[LayerFacts | LayerSkip | SharedBuffer] = [*self.layers, *self.skips, *self.ties]
+        parts += self.shared_buffers
         return _are_possible(self) and all(_are_possible(one) for one in parts)
 
     @property
@@ -148,7 +153,7 @@ class NetworkFacts:
         return sum(layer.flops for layer in self.layers) / max(1, self.samples)
 
 
-def _are_possible(facts: LayerFacts | LayerSkip | NetworkFacts) -> bool:
+def _are_possible(facts: LayerFacts | LayerSkip | SharedBuffer | NetworkFacts) -> bool:
     """Return whether the numbers of an object are neither negative nor too large."""
     values = [getattr(facts, field.name) for field in fields(facts)]
     numbers = [one for value in values for one in (value if isinstance(value, tuple) else [value])]

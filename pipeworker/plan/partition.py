@@ -7,11 +7,12 @@ divides: in order, the first parts larger by one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Literal
 
 from pipeworker.errors import UsageError
+from pipeworker.facts.connections import SharedBuffer
 
 EVEN: Literal["even"] = "even"
 """The value of ``--balance`` for stages that differ by at most one layer."""
@@ -41,26 +42,61 @@ def pieces(elements: int) -> int:
     return min(MAX_PIECES, -(-elements // PIECE_ELEMENTS))
 
 
-def even(layers: int, stages: int, per_worker: int = 1) -> tuple[int, ...]:
+def cuts(layers: int, shared: Iterable[SharedBuffer] = ()) -> list[int]:
+    """Return the layers before which a stage may end: no buffer is in two stages then."""
+    inside = {cut for buffer in shared for cut in range(buffer.first + 1, buffer.last + 1)}
+    return [cut for cut in range(1, layers) if cut not in inside]
+
+
+def even(
+    layers: int, stages: int, per_worker: int = 1, shared: Sequence[SharedBuffer] = ()
+) -> tuple[int, ...]:
     """Return the balance whose stages differ by at most one layer, the larger ones first.
 
-    The last stage also computes the loss, so it is never given the extra layer. Each worker has
+    The last stage also computes the loss, so it is never given the extra layer. Where that would
+    part the layers that share a buffer, the nearest balance that does not. Each worker has
     `per_worker` of the stages.
 
     Raises:
-        UsageError: there are fewer layers than stages.
+        UsageError: there are fewer layers than stages, or no such balance.
     """
-    if layers < stages:
-        workers, most = stages // per_worker, layers // per_worker
-        what = (
-            "more" if per_worker == 1 else f"with {per_worker} stages on each worker, more stages"
+    possible = cuts(layers, shared)
+    if len(possible) + 1 < stages:
+        raise _too_few(layers, stages, per_worker, len(possible) + 1)
+    return nearest(sizes(layers, stages), possible)
+
+
+def _too_few(layers: int, stages: int, per_worker: int, parts: int) -> UsageError:
+    """Return the error that `layers`, of which stages can make `parts`, are too few."""
+    workers, most = stages // per_worker, parts // per_worker
+    what = "more" if per_worker == 1 else f"with {per_worker} stages on each worker, more stages"
+    fewer = " or fewer" if most > 1 else ""
+    instead = f"use --stages {most}{fewer}, or " if most else ""
+    if parts < layers:
+        return UsageError(
+            f"--stages {workers}: {what} than the parts of model(), {parts}, that share no buffer; "
+            f"{instead}call a module with buffers once, on its inputs concatenated"
         )
-        instead = f"use --stages {most} or fewer, or " if most else ""
-        raise UsageError(
-            f"--stages {workers}: {what} than the layers of model(), {layers}; {instead}split the "
-            "layers more finely"
-        )
-    return tuple(sizes(layers, stages))
+    return UsageError(
+        f"--stages {workers}: {what} than the layers of model(), {layers}; {instead}split the "
+        "layers more finely"
+    )
+
+
+def nearest(balance: Sequence[int], possible: Sequence[int]) -> tuple[int, ...]:
+    """Return a balance near to this one whose stages end only at `possible` cuts, ascending.
+
+    There are at least as many of these as the balance needs.
+    """
+    found = [0]
+    first, needed = 0, len(balance) - 1
+    for number, cut in enumerate(accumulate(balance[:-1])):
+        last = len(possible) - (needed - number)
+        choices = possible[first : last + 1]
+        chosen = min(choices, key=lambda other: abs(other - cut))
+        first += choices.index(chosen) + 1
+        found.append(chosen)
+    return tuple(b - a for a, b in pairwise([*found, sum(balance)]))
 
 
 def parse_balance(text: str) -> tuple[int, ...] | Literal["even"]:
@@ -92,19 +128,38 @@ def _not_a_balance(shown: str) -> str:
     )
 
 
-def check_balance(balance: tuple[int, ...], layers: int, stages: int) -> tuple[int, ...]:
+def check_balance(
+    balance: tuple[int, ...],
+    layers: Sequence[str],
+    stages: int,
+    shared: Iterable[SharedBuffer] = (),
+) -> tuple[int, ...]:
     """Return `balance` if it gives every layer to exactly one of the stages.
 
+    `layers` has the class of each.
+
     Raises:
-        UsageError: it has another number of stages, or its sum is not the number of layers.
+        UsageError: it has another number of stages, or its sum is not the number of layers, or it
+            parts layers that share a buffer, which would not stay the same.
     """
     check_entries(balance, stages)
-    if sum(balance) != layers:
-        shown = ",".join(map(str, balance))
+    shown = ",".join(map(str, balance))
+    if sum(balance) != len(layers):
         raise UsageError(
-            f"--balance {shown}: adds up to {sum(balance)} layers, but model() has {layers}; "
+            f"--balance {shown}: adds up to {sum(balance)} layers, but model() has {len(layers)}; "
             "give each layer to one stage"
         )
+    possible = cuts(len(layers), shared)
+    for buffer in shared:
+        if any(buffer.first < cut <= buffer.last for cut in accumulate(balance[:-1])):
+            first = max([cut for cut in possible if cut <= buffer.first], default=0)
+            stop = min([cut for cut in possible if cut > buffer.last], default=len(layers))
+            first_of, other = (f"layer {n} ({layers[n]})" for n in (buffer.first, buffer.last))
+            raise UsageError(
+                f"--balance {shown}: {first_of} and {other} share a buffer and would be on "
+                f"different stages, where it would not stay the same; put layers {first} to "
+                f"{stop - 1} on one stage, or call the module once, on its inputs concatenated"
+            )
     return balance
 
 

@@ -115,6 +115,7 @@ class ModelledWorker:
             outline,
             machine_of(loaded.device, model.entries) if options.is_planned else None,
             model.frozen(),
+            model.shared_buffers(),
             problem,
         )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeworker.facts.connections import Skip, Tie
+from pipeworker.facts.connections import SharedBuffer, Skip, Tie
 from pipeworker.facts.failure import Cause
 from pipeworker.plan.actions import COMPUTE, Kind
 from pipeworker.wire.messages.plan import Described, Plan, StageRange
@@ -93,6 +93,19 @@ def test_skips_and_ties_are_planned_between_stages() -> None:
     assert first.ties == (both, Tie(("1.bias", "2.bias"), (0, 0)))
     assert second.ties == (both,)
     assert {"0>1/skip", "1>0/skip-gradient", "0>1/tied", "1>0/tied"} <= set(second.edges)
+
+
+@pytest.mark.parametrize("balance", [None, (3, 2)])
+def test_a_stage_has_all_layers_of_a_shared_buffer(balance: tuple[int, ...] | None) -> None:
+    job = ScriptedJob(2, balance=balance)
+    job.join()
+    for rank in (0, 1):
+        job.receive(Described(rank, LAYERS, (), shared_buffers=(SharedBuffer(1, 3),)))
+    if balance:
+        assert "put layers 1 to 3 on one stage" in job.failure.message
+    else:
+        assert job.job.generation.blueprint
+        assert job.job.generation.blueprint.ranges == ((0, 4), (4, 5))
 
 
 def test_workers_must_have_the_same_initial_weights() -> None:

@@ -92,7 +92,7 @@ def step_done(**wrong: object) -> list[object]:
 
 def model(**wrong: object) -> list[object]:
     """Return the fields of a Described, some of them replaced."""
-    right = [0, ["Linear"], [], [], 0, [], [], [], [], [], 0, [], None, None, [], ""]
+    right = [0, ["Linear"], [], [], 0, [], [], [], [], [], 0, [], None, None, [], [], ""]
     names = [field.name for field in fields(Described)]
     return [wrong.get(name, value) for name, value in zip(names, right, strict=True)]
 
@@ -169,6 +169,7 @@ WRONG = [
     ),
     ("EvaluationDone", [1, 1, -1, None, None], "-1 bytes of memory"),
     ("Described", model(skips=[[0, 99, "x"]]), "a skip to layer 99"),
+    ("Described", model(shared_buffers=[[0, 1]]), "a buffer of layer 1"),
     ("Described", model(ties=[[[], []]]), "tied weights without a name"),
     ("Described", model(problem="x" * (LONGEST_TEXT + 1)), "too long a problem"),
     ("Described", model(names=["a", "b"]), "2 names for "),

@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.errors import UsageError
-from pipeworker.plan.partition import check_balance, check_entries, even, parse_balance, ranges
+from pipeworker.facts.connections import SharedBuffer
+from pipeworker.plan.partition import (
+    check_balance,
+    check_entries,
+    cuts,
+    even,
+    nearest,
+    parse_balance,
+    ranges,
+)
 
 balances = st.lists(st.integers(1, 9), min_size=1, max_size=8).map(tuple)
 
@@ -23,9 +32,39 @@ def test_even(layers: int, stages: int, balance: tuple[int, ...]) -> None:
 @given(stages=st.integers(1, 20), more=st.integers(0, 60))
 def test_even_gives_extra_layers_to_the_first_stages(stages: int, more: int) -> None:
     balance = even(stages + more, stages)
-    assert check_balance(balance, stages + more, stages) == balance
+    assert check_balance(balance, ["Linear"] * (stages + more), stages) == balance
     assert max(balance) - min(balance) <= 1
     assert list(balance) == sorted(balance, reverse=True)
+
+
+@given(
+    layers=st.integers(1, 30),
+    stages=st.integers(1, 6),
+    spans=st.lists(st.tuples(st.integers(0, 28), st.integers(1, 29)), max_size=4),
+)
+def test_even_parts_no_layers_that_share_a_buffer(
+    layers: int, stages: int, spans: list[tuple[int, int]]
+) -> None:
+    shared = [SharedBuffer(a, b) for a, b in spans if a < b < layers]
+    possible = cuts(layers, shared)
+    assert possible == [
+        n for n in range(1, layers) if not any(s.first < n <= s.last for s in shared)
+    ]
+    if len(possible) < stages - 1:
+        with pytest.raises(UsageError, match=f"^--stages {stages}: more than the "):
+            even(layers, stages, shared=shared)
+        return
+    balance = even(layers, stages, shared=shared)
+    assert check_balance(balance, ["Linear"] * layers, stages, shared) == balance
+    if not shared:
+        assert balance == even(layers, stages)
+
+
+def test_the_nearest_cuts_are_chosen() -> None:
+    assert nearest((4, 4, 4), [1, 5, 6, 11]) == (5, 1, 6)
+    assert nearest((4, 4, 4), [10, 11]) == (10, 1, 1)
+    assert nearest((4, 4, 4), [1, 2]) == (1, 1, 10)
+    assert nearest((12,), []) == (12,)
 
 
 def test_even_needs_a_layer_per_stage() -> None:
@@ -63,11 +102,11 @@ def test_every_stage_has_a_layer(balance: tuple[int, ...]) -> None:
 
 
 def test_a_balance_must_fit_the_job() -> None:
-    assert check_balance((3, 2), 5, 2) == (3, 2)
+    assert check_balance((3, 2), ["Linear"] * 5, 2) == (3, 2)
     with pytest.raises(UsageError, match="3,2: is for 2 stages, but there are 3"):
-        check_balance((3, 2), 5, 3)
+        check_balance((3, 2), ["Linear"] * 5, 3)
     with pytest.raises(UsageError, match=r"3,2: adds up to 5 layers, but model\(\) has 6"):
-        check_balance((3, 2), 6, 2)
+        check_balance((3, 2), ["Linear"] * 6, 2)
 
 
 @given(balances)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations, pairwise, product
+from itertools import accumulate, combinations, pairwise, product
 from random import Random
 
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeworker.errors import UsageError
+from pipeworker.facts.connections import SharedBuffer
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.plan.orders import Order, resolve
 from pipeworker.plan.partition import even, ranges
@@ -182,6 +183,35 @@ def test_each_replica_runs_its_part_of_the_micro_batches() -> None:
 def test_fewer_layers_than_stages_are_an_error() -> None:
     with pytest.raises(UsageError, match="more than the layers of model"):
         plan_order(network([layer()] * 2), resolve("gpipe"), Placement.identity(3), 8)
+
+
+@pytest.mark.parametrize("most", [balances._ALL, 0], ids=["all", "local search"])
+def test_layers_that_share_a_buffer_are_on_one_stage(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(balances, "_ALL", most)
+    layers = [layer(n % 3 + 1, n % 2 + 2) for n in range(12)]
+    shared = (SharedBuffer(1, 4), SharedBuffer(3, 7), SharedBuffer(8, 9))
+    facts = replace(network(layers), shared_buffers=shared)
+    divisions = Divisions(facts, resolve("gpipe"), Placement.identity(4), 8)
+    possible = [1, 8, 10, 11]
+    assert divisions.cuts == possible
+    apart = [(0, *some, 12) for some in combinations(possible, 3)]
+    times = [divisions.judge(tuple(b - a for a, b in pairwise(some))) for some in apart]
+    fresh = Divisions(facts, resolve("gpipe"), Placement.identity(4), 8)
+    assert search_balance(fresh).balance == min(times).balance
+    assert {(0, *accumulate(balance)) for balance in fresh.judged} <= {*apart}
+
+
+def test_a_given_balance_may_not_part_a_buffer() -> None:
+    facts = replace(network([layer()] * 6), shared_buffers=(SharedBuffer(1, 3),))
+    message = (
+        r"^--balance 3,3: layer 1 \(\w+\) and layer 3 \(\w+\) share a buffer .*; put layers 1 to 3"
+    )
+    with pytest.raises(UsageError, match=message):
+        plan_order(facts, resolve("gpipe"), Placement.identity(2), 8, balance=(3, 3))
+    with pytest.raises(UsageError, match=r"^--stages 5: more than the parts of model\(\), 4, that"):
+        plan_order(facts, resolve("gpipe"), Placement.identity(5), 8)
 
 
 def test_a_thousand_layers_over_64_stages_need_few_evaluations() -> None:

@@ -64,7 +64,7 @@ def test_a_path_bounds_the_step_times_of_the_balances_around(
         for cuts, step in moves(placement.stages - 1, wide=wide):
             balance = bounds.moved(cuts, step)
             if balance is not None:
-                least = bounds.at_least(cuts, step)
+                least = bounds.at_least(cuts, balance)
                 assert least <= divisions.judge(balance).seconds * (1 + 1e-12)
 
 

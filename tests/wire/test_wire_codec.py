@@ -369,7 +369,10 @@ def test_only_the_classes_of_a_codec_are_read_by_name(name: Any) -> None:
 @pytest.mark.parametrize("types", [["x"] * (MOST_TYPES + 1), ["x" * (LONGEST_NAME + 1)], [1], "x"])
 def test_names_of_types_are_bounded(types: Any) -> None:
     for name, fields in (
-        ("Described", [0, ["Linear"], [], [], 0, types, [], [], [], [], 0, [], None, None, [], ""]),
+        (
+            "Described",
+            [0, ["Linear"], [], [], 0, types, [], [], [], [], 0, [], None, None, [], [], ""],
+        ),
         ("Plan", [[[0, 0, 1, "auto"]], [], [], [], "0F0", [[0]], types, 0]),
     ):
         with pytest.raises(ProtocolError):

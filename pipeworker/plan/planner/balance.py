@@ -10,12 +10,13 @@ balance.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from itertools import combinations, pairwise
 from math import comb, inf
 
 from pipeworker.errors import UsageError
 from pipeworker.plan.figures import bytes_text
-from pipeworker.plan.partition import even, ranges
+from pipeworker.plan.partition import nearest, ranges
 from pipeworker.plan.planner.bounds import Bounds, is_common, moves
 from pipeworker.plan.planner.costs import Range
 from pipeworker.plan.planner.stages import Divisions, Judged
@@ -39,15 +40,11 @@ def search_balance(divisions: Divisions, nodes: int = _NODES) -> Judged:
     Args:
         divisions: the possible balances.
         nodes: nodes of graphs of steps that the search evaluates at most.
-
-    Raises:
-        UsageError: there are fewer layers than stages.
     """
     search = _Search(divisions, nodes)
-    layers, stages = divisions.layers, divisions.stages
-    seeds = [even(layers, stages), *slowest_first(divisions)]
+    seeds = [divisions.even, *slowest_first(divisions)]
     judged = sorted(map(search.judge, dict.fromkeys(seeds)))
-    possible = comb(layers - 1, stages - 1)
+    possible = comb(len(divisions.cuts), divisions.stages - 1)
     if possible <= _ALL and possible * divisions.nodes <= nodes:
         return search.all(judged[0])
     found = min(map(search.improve, judged))
@@ -84,9 +81,9 @@ class _Search:
 
     def all(self, best: Judged) -> Judged:
         """Return the best of all balances."""
-        layers, stages = self._divisions.layers, self._divisions.stages
-        for cuts in combinations(range(1, layers), stages - 1):
-            balance = tuple(b - a for a, b in pairwise((0, *cuts, layers)))
+        divisions = self._divisions
+        for cuts in combinations(divisions.cuts, divisions.stages - 1):
+            balance = tuple(b - a for a, b in pairwise((0, *cuts, divisions.layers)))
             best = min(best, self.judge(balance))
         return best
 
@@ -110,7 +107,7 @@ class _Search:
         for cuts, step in moves(len(best.balance) - 1, wide=wide):
             balance = bounds.moved(cuts, step)
             if balance is not None and balance not in self._divisions.judged:
-                ranked.append((0.0 if best.excess else bounds.at_least(cuts, step), balance))
+                ranked.append((0.0 if best.excess else bounds.at_least(cuts, balance), balance))
         for least, balance in sorted(ranked):
             if least >= best.seconds or self._left <= 0:
                 break
@@ -141,7 +138,7 @@ def slowest_first(divisions: Divisions) -> list[tuple[int, ...]]:
             else:
                 best, high = balance, middle
         if best is not None:
-            found.append(best)
+            found.append(nearest(best, divisions.cuts))
     return found
 
 
@@ -194,12 +191,13 @@ def _any_fitting(divisions: Divisions) -> tuple[int, ...] | None:
     placement, layers = divisions.placement, divisions.layers
     if placement.stages != placement.workers:
         return None
+    stops = [*divisions.cuts, layers]
     begins: list[dict[int, int]] = [{0: 0}]  # by stage, the ends that it may have and its first
     for stage, worker in enumerate(placement.owners):
         ends: dict[int, int] = {}
-        limit = divisions.limits[worker]
+        limit, later = divisions.limits[worker], placement.stages - stage - 1
         for first in sorted(begins[-1], reverse=True):
-            for stop in range(first + 1, layers - (placement.stages - stage - 1) + 1):
+            for stop in stops[bisect_right(stops, first) : len(stops) - later]:
                 if limit is not None and divisions.bytes.state((first, stop)) > limit:
                     break
                 if stop not in ends and not divisions.fit(worker, [(first, stop)])[2]:

@@ -8,13 +8,13 @@ stages of a path differ.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
 
 from pipeworker.plan.actions import Payload
 from pipeworker.plan.partition import ranges
-from pipeworker.plan.planner.costs import Range, Seconds
+from pipeworker.plan.planner.costs import Seconds
 from pipeworker.plan.planner.stages import Divisions, Judged
 from pipeworker.plan.planner.step_graph import COMMON, Counts, Path
 
@@ -48,39 +48,38 @@ class Bounds:
         self.balance, self._modes = origin.balance, origin.modes
         self._ranges = ranges(origin.balance)
         self._cuts = tuple(accumulate(origin.balance))
+        places = {cut: place for place, cut in enumerate(divisions.cuts)}
+        self._places = [places[cut] for cut in self._cuts[:-1]]
         self._frozen = divisions.frozen(self._ranges)
         self._known = [self._know(path, origin) for path in paths]
 
     def moved(self, cuts: range, step: int) -> tuple[int, ...] | None:
-        """Return the balance with some neighbouring cuts moved by so many layers.
+        """Return the balance with some neighbouring cuts moved over so many places for a cut.
 
         Cut n is behind stage n. None if a stage would have no layer.
         """
-        balance = list(self.balance)
-        balance[cuts.start] += step
-        balance[cuts.stop] -= step
-        return tuple(balance) if min(balance[cuts.start], balance[cuts.stop]) >= 1 else None
+        places = [place + step * (cut in cuts) for cut, place in enumerate(self._places)]
+        bounded = [-1, *places, len(self._divisions.cuts)]
+        if any(a >= b for a, b in pairwise(bounded)):
+            return None
+        found = [0, *(self._divisions.cuts[place] for place in places), self._divisions.layers]
+        return tuple(b - a for a, b in pairwise(found))
 
-    def at_least(self, cuts: range, step: int) -> float:
-        """Return a bound of the balance with some cuts moved; infinite if it does not fit.
+    def at_least(self, cuts: range, balance: tuple[int, ...]) -> float:
+        """Return a bound of a balance in which some cuts are moved; infinite if it does not fit.
 
         It is 0 if a recompute mode changes, or the stages that are frozen: the actions may then be
         others.
         """
         divisions, placement = self._divisions, self._divisions.placement
-        divided: dict[int, Range] = {}
-        for stage in range(cuts.start, cuts.stop + 1):
-            first, stop = self._ranges[stage]
-            divided[stage] = first + step * (stage > cuts.start), stop + step * (stage < cuts.stop)
-        if divisions.facts.frozen:
-            moved = [divided.get(stage, layers) for stage, layers in enumerate(self._ranges)]
-            if divisions.frozen(moved) != self._frozen:
-                return 0.0
+        divided = ranges(balance)
+        if divisions.facts.frozen and divisions.frozen(divided) != self._frozen:
+            return 0.0
         changed: list[tuple[int, Seconds, str]] = []
         update = 0.0
-        for worker in dict.fromkeys([placement.owners[stage] for stage in divided]):
+        for worker in dict.fromkeys(placement.owners[cuts.start : cuts.stop + 1]):
             held = placement.held[worker]
-            layers = [divided.get(stage, self._ranges[stage]) for stage in held]
+            layers = [divided[stage] for stage in held]
             modes, _, excess = divisions.fit(worker, layers)
             if excess:
                 return inf
@@ -96,7 +95,7 @@ class Bounds:
                 total += _value(known.path.stages[stage], seconds, mode) - known.stages[stage]
             if divisions.has_transfers:
                 for cut in cuts:
-                    total += self._transfers(known.crossings[cut], self._cuts[cut] + step)
+                    total += self._transfers(known.crossings[cut], divided[cut][1])
                     total -= known.transfers[cut]
             most = max(most, total)
         return most + update
@@ -145,7 +144,7 @@ def _value(counts: Counts, seconds: Seconds, mode: str) -> float:
 
 
 def moves(cuts: int, *, wide: bool) -> Iterable[tuple[range, int]]:
-    """Yield which neighbouring cuts are moved together, and by how many layers.
+    """Yield which neighbouring cuts are moved together, and over how many places.
 
     One cut is moved by up to 32 layers. With `wide`, two and more cuts are moved instead.
     """

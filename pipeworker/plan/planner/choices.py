@@ -10,7 +10,7 @@ from pipeworker.errors import UsageError
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.plan.actions import Kind
 from pipeworker.plan.orders import AUTO, ORDERS, Order, resolve
-from pipeworker.plan.partition import EVEN, even
+from pipeworker.plan.partition import EVEN, cuts, even
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.planner.planner import plan_order
@@ -89,7 +89,8 @@ def plan_request(facts: NetworkFacts, request: PlanRequest, *, strict: bool = Tr
         modes = (request.recompute,) * placement.stages
     balance = request.balance
     if balance == EVEN:
-        balance = even(len(facts.layers), placement.stages, placement.stages // placement.workers)
+        per_worker = placement.stages // placement.workers
+        balance = even(len(facts.layers), placement.stages, per_worker, facts.shared_buffers)
     planned = plan_order(
         facts,
         order,
@@ -160,7 +161,8 @@ def largest_microbatches(facts: NetworkFacts, request: PlanRequest) -> int:
 def fewest_workers(facts: NetworkFacts, request: PlanRequest) -> int:
     """Return the fewest workers that the network fits on, with a layer each at least; else 0."""
     stages = request.order.place(1).stages
-    numbers = range(1, len(facts.layers) // stages + 1)
+    parts = len(cuts(len(facts.layers), facts.shared_buffers)) + 1
+    numbers = range(1, parts // stages + 1)
     unlimited = replace(request, balance=None)
     return next((n for n in numbers if _fits(facts, replace(unlimited, workers=n))), 0)
 

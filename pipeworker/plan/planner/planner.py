@@ -10,7 +10,7 @@ from pipeworker.plan import text
 from pipeworker.plan.check import check
 from pipeworker.plan.figures import bytes_text
 from pipeworker.plan.orders import Order
-from pipeworker.plan.partition import block, check_balance, even, ranges
+from pipeworker.plan.partition import block, check_balance, ranges
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.planner.balance import lacking, search_balance
@@ -56,7 +56,8 @@ def plan_order(
     if balance is None:
         found = search_balance(divisions)
     else:
-        given = check_balance(tuple(balance), divisions.layers, divisions.stages)
+        kinds = [layer.kind for layer in facts.layers]
+        given = check_balance(tuple(balance), kinds, divisions.stages, facts.shared_buffers)
         found = divisions.judge(given)
     if found.excess and strict and (chosen or not recompute):
         raise lacking(divisions, found)
@@ -109,7 +110,7 @@ def whole_text(planned: Planned, order: Order, name: str) -> str:
 def reasons(divisions: Divisions, found: Judged, *, chosen: bool) -> Iterator[str]:
     """Yield what decided the balance and the recompute modes."""
     if chosen:
-        usual = even(divisions.layers, divisions.stages)
+        usual = divisions.even
         other = divisions.judge(usual)
         if found.balance == usual:
             yield "even stages: no other balance makes a step shorter"

@@ -18,7 +18,7 @@ from pipeworker.plan.actions import Action
 from pipeworker.plan.check import check
 from pipeworker.plan.figures import seconds_text
 from pipeworker.plan.orders import AUTO, ORDERS, Order
-from pipeworker.plan.partition import block, even, ranges
+from pipeworker.plan.partition import block, cuts, even, ranges
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.planner.balance import lacking, search_balance
@@ -83,12 +83,13 @@ def search(
     Raises:
         UsageError: there are fewer layers than workers, or nothing fits although it must.
     """
-    even(len(facts.layers), workers)  # raises if there are fewer layers than workers
+    even(len(facts.layers), workers, shared=facts.shared_buffers)  # raises if there are too few
+    parts = len(cuts(len(facts.layers), facts.shared_buffers)) + 1
     count = len(block(microbatches, replicas, 0))
     known: list[_Found] = []
     for order in known_orders(orders):
         placement = order.place(workers)
-        if placement.stages <= len(facts.layers):
+        if placement.stages <= parts:
             modes = () if recompute == "auto" else (recompute,) * placement.stages
             divisions = Divisions(facts, order, placement, count, modes)
             if divisions.unsplit is not None:

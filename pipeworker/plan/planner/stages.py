@@ -10,7 +10,7 @@ from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.plan import frozen
 from pipeworker.plan.actions import Edge, Kind
 from pipeworker.plan.orders import Order
-from pipeworker.plan.partition import ranges
+from pipeworker.plan.partition import cuts, even, ranges
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planner.costs import (
     LayerCosts,
@@ -65,6 +65,9 @@ class Divisions:
         placement: which worker holds which stages.
         microbatches: number of micro-batches of a mini-batch.
         recompute: the recompute mode of each stage; empty to choose the fastest that fit.
+
+    Raises:
+        UsageError: there are fewer layers than stages, or they share buffers.
     """
 
     def __init__(
@@ -78,6 +81,11 @@ class Divisions:
         self.facts, self.order, self.placement = facts, order, placement
         self.microbatches, self.recompute = microbatches, tuple(recompute)
         self.layers, self.stages = len(facts.layers), placement.stages
+        self.cuts = cuts(self.layers, facts.shared_buffers)
+        """The layers before which a stage may end."""
+        self.even = even(
+            self.layers, self.stages, self.stages // placement.workers, facts.shared_buffers
+        )
         self.costs = LayerCosts(facts)
         self.bytes = LayerBytes(facts, microbatches)
         self.limits = limits_of(facts, placement.workers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeworker.facts.connections import Skip, Tie
+from pipeworker.facts.connections import SharedBuffer, Skip, Tie
 from pipeworker.facts.layer_names import LayerNames, is_numbered
 from pipeworker.facts.limits import LONGEST_TEXT, MOST_NOTES, MOST_TYPES, check, check_names
 from pipeworker.facts.outline import Machine, Outline
@@ -43,6 +43,7 @@ class Described:
             layers are wanted and they could be run on fake tensors.
         machine: what the worker computes on, if facts are wanted.
         frozen: the layers that have nothing to train, ascending.
+        shared_buffers: buffers that are in several layers.
         problem: why the network could not be run on fake tensors, if it has no outline, or why the
             operations of a layer could not be counted.
     """
@@ -62,6 +63,7 @@ class Described:
     outline: Outline | None = None
     machine: Machine | None = None
     frozen: tuple[int, ...] = ()
+    shared_buffers: tuple[SharedBuffer, ...] = ()
     problem: str = ""
 
     def __post_init__(self) -> None:
@@ -79,6 +81,9 @@ class Described:
         known = sorted({*self.frozen} & {*range(count)})
         check(list(self.frozen) == known, "frozen layers that are none, or out of order")
         check(len(self.problem) <= LONGEST_TEXT, "too long a problem")
+        for buffer in self.shared_buffers:
+            inside = 0 <= buffer.first < buffer.last < count
+            check(inside, f"a buffer of layer {buffer.last}")
         for skip in self.skips:
             check(0 <= skip.source <= skip.target < count, f"a skip to layer {skip.target}")
             check_names((skip.name,), "names of skips")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipeworker.errors import ProtocolError, UsageError, a_type
-from pipeworker.facts.connections import Tie
+from pipeworker.facts.connections import SharedBuffer, Tie
 from pipeworker.facts.layer_names import LayerNames, layer_of, split_numbered
 from pipeworker.facts.position import Phase
 from pipeworker.host.position import Tracker
@@ -196,6 +196,10 @@ class Model:
             if isinstance(entry, nn.Module) and not any(p.requires_grad for p in entry.parameters())
         )
 
+    def shared_buffers(self) -> tuple[SharedBuffer, ...]:
+        """Return the buffers that are in several layers."""
+        return shared_buffers(self.entries)
+
     def notes(self) -> tuple[str, ...]:
         """Return notes on what may be a mistake, each a sentence."""
         found = [eval_mode_note(self.entries)]
@@ -233,7 +237,7 @@ class Model:
             local_stages: the stages of this worker.
 
         Raises:
-            UsageError: layers share parameters or buffers that stages cannot share.
+            UsageError: layers share parameters that stages cannot share.
             UserCodeError: building a layer raised.
         """
         later = [name for tie in tied for name in tie.names[1:]]
@@ -241,7 +245,6 @@ class Model:
             self._build(i, [name for name in later if layer_of(name) == i], self._device)
             for i in range(part.first, part.stop)
         ]
-        check_buffers(self.entries, part.first, part.stop)
         ties = None
         if tied:
             built = dict(enumerate(layers, part.first))
@@ -278,25 +281,13 @@ class Model:
                 raise UsageError(f"names: {name!r}: the layer has no {key}; it has {known}, …")
 
 
-def check_buffers(entries: Sequence[Any], first: int, stop: int) -> None:
-    """Check that the layers from `first` to before `stop` share no buffer with other stages.
-
-    Raises:
-        UsageError: they do; it names two layers, and all that must be on one stage.
-    """
+def shared_buffers(entries: Sequence[Any]) -> tuple[SharedBuffer, ...]:
+    """Return the buffers that are in several layers: each by its first and its last one."""
     places: dict[int, list[int]] = {}
     for index, entry in enumerate(entries):
         for buffer in entry.buffers() if isinstance(entry, nn.Module) else ():
             places.setdefault(id(buffer), []).append(index)
-    inside = [sum(first <= index < stop for index in layers) for layers in places.values()]
-    found = [one for one, n in zip(places.values(), inside, strict=True) if 0 < n < len(one)]
-    if found:
-        named = [blame.layer(index, blame.kind_of(entries[index])) for index in min(found)[:2]]
-        raise UsageError(
-            f"{named[0]} and {named[1]}: share a buffer but are on different stages, where it "
-            f"would not stay the same; put layers {min(map(min, found))} to {max(map(max, found))} "
-            "on one stage by --balance, or call the module once, on its inputs concatenated"
-        )
+    return tuple(sorted({SharedBuffer(p[0], p[-1]) for p in places.values() if p[0] < p[-1]}))
 
 
 def _hint(error: BaseException) -> str:
