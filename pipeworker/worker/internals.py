@@ -208,11 +208,6 @@ def _hook_dicts(module: nn.Module) -> Iterator[MutableMapping[int, Callable[...,
         yield from (one._forward_pre_hooks, one._forward_hooks, one._backward_hooks)
 
 
-def pre_hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
-    """Return the hooks of a module, without those within it, that run before its forward."""
-    return list(module._forward_pre_hooks.values())
-
-
 def take_hooks(module: nn.Module) -> Hooks:
     """Remove the hooks of a module, and of those within it, and return them."""
     taken = []

@@ -41,6 +41,7 @@ from pipeworker.worker.model.lazy import reject_lazy_layer
 from pipeworker.worker.profile.outline import Drawing
 from pipeworker.worker.stage import rng, skips
 from pipeworker.worker.stage.cut.building import copies_of_hollow
+from pipeworker.worker.stage.cut.units import computed_attributes
 from pipeworker.worker.stage.layers import autocast
 from pipeworker.worker.stage.values import distinct_tensors, map_tensors
 
@@ -172,18 +173,13 @@ class Survey:
 def fresh_layer(entry: job_file.Entry, index: int, seed: int, *, real: bool = True) -> nn.Module:
     """Build a layer, or copy it: the layer that will train must not change.
 
-    With `real`, parameters without memory get some. Without it, in a process that does not train,
-    a layer that cannot be copied is returned itself.
+    With `real`, parameters without memory get some.
     """
     if isinstance(entry, nn.Module):
         # A buffer's own deep copy shares its memory, and a fake buffer has none.
         memo: dict[int, Any] = {id(b): b.detach().clone() for b in entry.buffers()}
-        try:
-            return copy.deepcopy(entry, memo | copies_of_hollow(entry, real=real))
-        except RuntimeError:  # torch copies no tensor with a graph, as weight_norm keeps it
-            if real:
-                raise
-            return entry
+        memo |= computed_attributes(entry)
+        return copy.deepcopy(entry, memo | copies_of_hollow(entry, real=real))
     rng.seed_all(rng.build_seed(seed, index))
     built = job_file.build(entry, index)
     reject_lazy_layer(built, index)

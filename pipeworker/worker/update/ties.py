@@ -21,6 +21,7 @@ from pipeworker.facts.connections import Tie
 from pipeworker.facts.layer_names import layer_of, numbered, split_numbered
 from pipeworker.job.file import Entry
 from pipeworker.worker.internals import move_hooks
+from pipeworker.worker.stage.cut.units import computed_attributes
 from pipeworker.worker.transport.channel import Receiver, Sender
 
 _FRAME = 64
@@ -43,7 +44,8 @@ def separate(entry: nn.Module, names: Iterable[str]) -> nn.Module:
     They share memory with the original's. All other parameters and buffers are the original's.
     """
     parameters = dict(entry.named_parameters())
-    memo = {id(t): t for t in (*entry.parameters(), *entry.buffers())}
+    memo = computed_attributes(entry)
+    memo |= {id(t): t for t in (*entry.parameters(), *entry.buffers())}
     for name in names:
         memo[id(parameters[name])] = _alias(parameters[name])
     return copy.deepcopy(entry, memo)

@@ -384,6 +384,32 @@ def test_a_module_with_a_habit_equals_its_own_forward(make: Callable[[], nn.Modu
         assert_same_tensors(trained.weights, expected.weights)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("norm", ["weight_norm", "spectral_norm"])
+def test_a_deprecated_norm_of_weights_equals_its_own_forward(norm: str) -> None:
+    """torch copies no module with it: the weight is an attribute with a graph."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(3)
+        module = Shifting()
+        for layer in module.layers[:2]:
+            getattr(nn.utils, norm)(layer)
+        module(torch.randn(2, WIDTH))
+        return module
+
+    batches = list(vectors())
+    expected = plain([Whole(make())], mse, batches, 2, sgd)
+    for stages, mode in ((1, "never"), (3, "always")):
+        plan, layers = cut(make(), batches[0])
+        way = filled(Placement.identity(stages), mode)
+        pipeline = Pipeline(
+            layers, mse, batches, way, microbatches=2, skips=plan.skips(), optimizer=sgd
+        )
+        trained = pipeline.train(3)
+        assert trained.losses == expected.losses
+        assert_same_tensors(trained.weights, expected.weights)
+
+
 def first(output: Any, target: torch.Tensor) -> Any:
     return mse(next(iter(output.values())), target)
 

@@ -62,21 +62,6 @@ def test_what_cannot_be_cut_is_refused(module: nn.Module, message: str) -> None:
         plan_of(module, NO_TYPES, torch.randn(2, WIDTH))
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("norm", ["weight_norm", "spectral_norm"])
-def test_an_old_norm_of_weights_is_replaced_by_the_new_one(norm: str) -> None:
-    module = Any3(lambda m, x: m.l[1](m.l[0](x)))
-    getattr(nn.utils, norm)(module.l[1])
-    if norm == "spectral_norm":  # its weight has a graph from the first forward on
-        module(torch.randn(2, WIDTH))
-    message = rf"l.1 has torch.nn.utils.{norm}, .*; use torch.nn.utils.parametrizations.{norm}$"
-    with pytest.raises(UsageError, match=message):
-        plan_of(module, NO_TYPES, torch.randn(2, WIDTH))
-    module = Any3(lambda m, x: m.l[1](m.l[0](x)))
-    getattr(nn.utils.parametrizations, norm)(module.l[1])
-    assert len(plan_of(module, NO_TYPES, torch.randn(2, WIDTH))) == 2
-
-
 class Keeping(nn.Module):
     """A unit that keeps a value in an attribute."""
 

@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from pipeworker.errors import UsageError, a_type
 from pipeworker.facts.layer_names import LayerNames
-from pipeworker.worker.internals import pre_hooks_of, pytree, version_of
+from pipeworker.worker.internals import pytree, version_of
 from pipeworker.worker.stage.cut.forward import Enter, Forward, StandIns
 from pipeworker.worker.stage.cut.inner_hooks import forget_library_hooks
 from pipeworker.worker.stage.cut.isolation import Isolation
@@ -22,7 +20,13 @@ from pipeworker.worker.stage.cut.plan import CutPlan
 from pipeworker.worker.stage.cut.planning import Planning
 from pipeworker.worker.stage.cut.rehearsal import Rehearsal
 from pipeworker.worker.stage.cut.shapes import HollowUnit
-from pipeworker.worker.stage.cut.units import hollow, saved_buffers, switch_off, units_of
+from pipeworker.worker.stage.cut.units import (
+    computed_attributes,
+    hollow,
+    saved_buffers,
+    switch_off,
+    units_of,
+)
 from pipeworker.worker.transport.structure import TypeRegistry
 
 ROOT = "^"
@@ -279,6 +283,7 @@ class Part(nn.Module):
         made = type(self).__new__(type(self))
         nn.Module.__init__(made)
         made.__dict__.update(cut=self.cut, index=self.index, training=self.training)
+        memo |= computed_attributes(self)
         for name, module in self.named_children():
             made.add_module(name, copy.deepcopy(module, memo))
         made._resolve()
@@ -306,15 +311,6 @@ def _hollow(module: nn.Module, device: torch.device) -> nn.Module:
     try:
         return hollow(module, device)
     except Exception as error:
-        for name, one in module.named_modules():
-            for hook in pre_hooks_of(one):
-                if isinstance(hook, (WeightNorm, SpectralNorm)):
-                    norm = "weight_norm" if isinstance(hook, WeightNorm) else "spectral_norm"
-                    raise UsageError(
-                        f"model(): {name} has torch.nn.utils.{norm}, which is deprecated, and a "
-                        "module with it cannot be copied to be cut; use "
-                        f"torch.nn.utils.parametrizations.{norm}"
-                    ) from None
         raise UsageError(
             f"model(): {a_type(module)} cannot be copied, and a pipeline cuts a copy of it: "
             f"{error}; return a list of layers"

@@ -21,7 +21,7 @@ from pipeworker.worker.internals import (
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.cut.containers import Held, restore
 from pipeworker.worker.stage.cut.inner_hooks import Heard, listening
-from pipeworker.worker.stage.cut.units import stand_in
+from pipeworker.worker.stage.cut.units import computed_attributes, stand_in
 
 
 class HollowUnit:
@@ -128,7 +128,7 @@ def _call_with_numbers(
 
 def _with_numbers(unit: nn.Module, hooks: Hooks) -> nn.Module:
     """Return a copy of a hollow unit with random parameters, and with the same hooks."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {**computed_attributes(unit)}
     for parameter in unit.parameters():
         value = _numbers_like(parameter).detach()
         memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)

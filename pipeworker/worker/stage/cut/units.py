@@ -70,6 +70,20 @@ def stand_in(
         return made.requires_grad_().clone() if wants_grad else made
 
 
+def computed_attributes(module: nn.Module) -> dict[int, torch.Tensor]:
+    """Return copies of the tensors with a graph that modules have as attributes, by id.
+
+    torch copies no such tensor. A hook of the deprecated ``torch.nn.utils.weight_norm`` computes
+    one before each forward, so that the old one is not used.
+    """
+    attributes = (value for one in module.modules() for value in vars(one).values())
+    return {
+        id(value): value.detach().clone()
+        for value in attributes
+        if isinstance(value, torch.Tensor) and not value.is_leaf
+    }
+
+
 def hollow(module: nn.Module, device: torch.device) -> nn.Module:
     """Return a copy of a module whose parameters take no memory and seem to be on a device.
 
@@ -78,7 +92,7 @@ def hollow(module: nn.Module, device: torch.device) -> nn.Module:
     Raises:
         Exception: whatever a copy raises, for a module that cannot be copied.
     """
-    memo: dict[int, object] = {}
+    memo: dict[int, object] = {**computed_attributes(module)}
     for parameter in module.parameters():
         fake = stand_in(tuple(parameter.shape), parameter.dtype, device, wants_grad=False)
         memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
