@@ -117,6 +117,18 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return apply  # type: ignore[no-any-return]
 
 
+def counter_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same dtype that has no memory and shares the version counter."""
+    counter = tensor.detach()
+    counter.data = _nothing(tensor.dtype, tensor.device)
+    return counter
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
 def storage_uses(tensor: torch.Tensor) -> int:
     """Return the number of tensors that use a tensor's storage; this call counts as one.
 

@@ -16,6 +16,7 @@ from pipeworker.worker.stage.values import distinct_tensors, replace_tensors
 if TYPE_CHECKING:
     from pipeworker.worker.stage.offload import SavedGraph
     from pipeworker.worker.stage.split import DeferredBackward
+    from pipeworker.worker.transport.unchanged import Unchanged
 
 Gradients = list[torch.Tensor | None]
 Arrived = dict[int, tuple[list[torch.Tensor], Sequence[bool]]]
@@ -35,6 +36,7 @@ class MicroBatch:
         value, wants_grad: the stage's input, and for each of its distinct tensors whether it needs
             a gradient.
         common: whether two of these tensors had elements in the same memory on the stage before.
+        unchanged: the check that the stage before, on this worker, has not changed the input.
         target: argument of the loss, on the last stage.
         arrived: tensors received over skip connections, by source stage, and whether each needs a
             gradient.
@@ -65,6 +67,7 @@ class MicroBatch:
     value: Any = None
     wants_grad: Sequence[bool] = ()
     common: bool = False
+    unchanged: Unchanged | None = None
     target: Any = None
     arrived: Arrived = field(default_factory=dict)
     output: Any = None

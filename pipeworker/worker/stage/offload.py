@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeworker.worker.device.accelerator import Accelerator
-from pipeworker.worker.internals import base_of, version_of
+from pipeworker.worker.internals import base_of, counter_of, version_of
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.values import distinct_tensors
 
@@ -245,9 +245,7 @@ class Packed:
         self._saved_version, self._storage, self._tensor = version_of(tensor), storage, tensor
         if storage is not None:
             self._view = tensor.storage_offset(), tensor.size(), tensor.stride()
-            # A tensor of the same dtype that shares the version counter and has no memory.
-            self._tensor = tensor.detach()
-            self._tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            self._tensor = counter_of(tensor)
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor, with its strides and alignment.

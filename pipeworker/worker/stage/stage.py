@@ -59,7 +59,8 @@ class Stage:
         self._layers = Layers(layers, config, tracker)
         self.layers, self.first = self._layers.modules, config.first
         self.last_layer = self._layers.last_layer
-        self.class_of, self.state_dicts = self._layers.class_of, self._layers.state_dicts
+        self.class_of, self.name_of = self._layers.class_of, self._layers.name_of
+        self.state_dicts = self._layers.state_dicts
         self.deferred = DeferredBatchNorm(self.layers if config.deferred_batch_norm else ())
         self._buffers = Buffers(self.layers)
         self._offload = Offload(self.layers, copies) if copies is not None else None
@@ -312,7 +313,7 @@ class Stage:
             with self._layers.autocast or nullcontext():
                 return self._loss(output, target)
         except BaseException as error:
-            last = self._layers.name_of(self.last_layer)
+            last = self.name_of(self.last_layer)
             blame.reject_none(output, last, "loss()", error)
             shown = f"its output was {describe(output)}, its target {describe(target)}"
             blame.blame_user("loss()", error, note=shown)

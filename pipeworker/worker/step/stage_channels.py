@@ -21,6 +21,7 @@ from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.stage.values import distinct_tensors, map_tensors
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.layout import aligned_copy, have_common_elements
+from pipeworker.worker.transport.unchanged import Unchanged
 
 Handler = Callable[[int], None]
 """Performs an action for the micro-batch of a number."""
@@ -120,6 +121,8 @@ class StageChannels:
 
     def forward(self, m: int) -> None:
         mb = self.microbatches[m]
+        if mb.unchanged is not None:
+            mb.unchanged.check()
         self.stage.forward(mb)
         for transfer in self.after_forward:
             transfer(mb)
@@ -170,6 +173,7 @@ def local_transfer(edge: Edge, source: StageChannels, target: StageChannels) -> 
     """Return the transfer of a payload between two stages of one worker, in memory."""
     extract, insert = _payload_functions(edge, source.stage.skips)
     in_graph = edge.payload in (Payload.ACTIVATION, Payload.SKIP)
+    last_layer = source.stage.name_of(source.stage.last_layer)
 
     def transfer(mb: MicroBatch) -> None:
         value = extract(mb)
@@ -177,10 +181,13 @@ def local_transfer(edge: Edge, source: StageChannels, target: StageChannels) -> 
         if in_graph:  # each stage has a graph of its own
             wants_grad = [tensor.requires_grad for tensor in distinct_tensors(value)]
             # The target may work in place, also on memory that leaves the source in another value.
-            change = aligned_copy if _shares_memory(mb, value) else torch.Tensor.detach
+            copies = _shares_memory(mb, value)
+            change = aligned_copy if copies else torch.Tensor.detach
             if edge.payload is Payload.ACTIVATION:
-                tensors = distinct_tensors(value)
-                target.microbatches[mb.number].common = have_common_elements(tensors)
+                tensors, arriving = distinct_tensors(value), target.microbatches[mb.number]
+                arriving.common = have_common_elements(tensors)
+                what = f"the output of {last_layer} for micro-batch {mb.number}"
+                arriving.unchanged = None if copies else Unchanged(what, tensors)
             value = map_tensors(change, value)
         insert(target.microbatches[mb.number], value, wants_grad)
 

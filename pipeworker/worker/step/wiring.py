@@ -90,7 +90,8 @@ class Wiring:
         source, target = self.stages.get(edge.source), self.stages.get(edge.target)
         if source:
             capacity = CHANNEL_CAPACITY if is_bounded(edge, self._placement) else None
-            sender = Sender(link, capacity, self._send_thread, self._types, self.accelerator)
+            sent = _of_stage(edge, source.stage)
+            sender = Sender(link, capacity, self._send_thread, self._types, self.accelerator, sent)
             self.senders[edge] = sender
             if edge.payload is Payload.TIED:
                 send = partial(self.ties[edge.source].send, edge.target, sender)
@@ -193,3 +194,16 @@ class Wiring:
             link.close()
         if self._send_thread is not None:
             self._send_thread.close()
+
+
+def _of_stage(edge: Edge, stage: Stage) -> str:
+    """Return what messages call a value that the user's code has made; "" for any other."""
+    match edge.payload:
+        case Payload.ACTIVATION:
+            return f"the output of {stage.name_of(stage.last_layer)}"
+        case Payload.SKIP:
+            return f"a skip tensor of stage {edge.source}"
+        case Payload.GRADIENT | Payload.SKIP_GRADIENT:
+            return f"a gradient of {stage.name_of(stage.first)}"
+        case _:
+            return ""

@@ -35,6 +35,7 @@ from pipeworker.worker.transport.links.link import COMPLETE, Lane, Link, Pending
 from pipeworker.worker.transport.send_thread import SendTask, SendThread
 from pipeworker.worker.transport.staging import BufferPool, StagingPool
 from pipeworker.worker.transport.structure import NO_TYPES, TypeRegistry
+from pipeworker.worker.transport.unchanged import Unchanged, counted
 
 _SMALL_BYTES = 256 << 10  # a send of so many takes less time than waking the thread
 _MAX_UNDER_WAY = 512
@@ -70,6 +71,8 @@ class Sender(_End):
         send_thread: performs large sends; without one, the calling thread does.
         types: the classes of the job that may pass.
         accelerator: the device of the tensors, if it is not the host.
+        source: what the values are, for the error that a layer has changed one while it was sent;
+            "" for values that pipeworker itself changes only after :meth:`flush`.
     """
 
     def __init__(
@@ -79,13 +82,14 @@ class Sender(_End):
         send_thread: SendThread | None,
         types: TypeRegistry = NO_TYPES,
         accelerator: Accelerator | None = None,
+        source: str = "",
     ) -> None:
         super().__init__(link, types)
-        self._accelerator = accelerator
+        self._accelerator, self._source = accelerator, source
         self._capacity = _MAX_UNDER_WAY if capacity is None else capacity
         self._send_thread = send_thread
         self._between_devices = link.bulk.device.type != "cpu"
-        self._under_way: deque[SendTask | _Started] = deque()
+        self._under_way: deque[_Sent] = deque()
         self._last_task: SendTask | None = None
 
     def begin(self, signature: int | None) -> None:
@@ -99,7 +103,7 @@ class Sender(_End):
         A value's number is its micro-batch, or what both ends count by where it has none.
 
         Raises:
-            PipeworkerError: the value cannot pass between stages.
+            PipeworkerError: the value cannot pass between stages, or an earlier one was changed.
         """
         under_way = self._under_way
         while len(under_way) >= self._capacity:
@@ -114,26 +118,38 @@ class Sender(_End):
             messages = [(EXPECTED, tensor) for tensor in tensors]
         else:
             messages = self._describe(number, value, expected)
+        if self._source:
+            messages = [(tag, counted(tensor)) for tag, tensor in messages]
         if expected is not None and self._control is not self._bulk:
             notice = frames.bytes_tensor(b"\0" if tensors is not None else b"\1")
             messages.insert(0, (NOTICE, notice))
         if self._accelerator is not None:
-            messages = self._send_from_device(messages, self._accelerator)
+            messages = self._send_from_device(number, messages, self._accelerator)
         # A small send costs less than waking a thread for it; sends keep their order.
         if self._send_thread is None or (
             sum([tensor.nbytes for _, tensor in messages]) <= _SMALL_BYTES
             and (self._last_task is None or self._last_task.issued)
         ):
             if started := self._start(messages):
-                under_way.append(_Started(started))
+                self._keep(_Started(started), number, messages)
         else:
             self._last_task = self._send_thread.submit(lambda: self._start(messages))
-            under_way.append(self._last_task)
+            self._keep(self._last_task, number, messages)
 
-    def _send_from_device(self, messages: Messages, accelerator: Accelerator) -> Messages:
+    def _keep(self, sends: SendTask | _Started, number: int, messages: Messages) -> None:
+        """Keep sends that are under way, and the versions of what they read."""
+        unchanged = None
+        if self._source:
+            what = f"{self._source} for micro-batch {number}"
+            unchanged = Unchanged(what, [tensor for _, tensor in messages])
+        self._under_way.append(_Sent(sends, unchanged))
+
+    def _send_from_device(
+        self, number: int, messages: Messages, accelerator: Accelerator
+    ) -> Messages:
         """Send the device's tensors as soon as they are computed; return the other messages."""
         if self._between_devices:
-            messages = self._send_to_device(messages, accelerator)
+            messages = self._send_to_device(number, messages, accelerator)
         if not any(accelerator.holds(tensor) for _, tensor in messages):
             return messages
         staged, copied = staging.copy_to_host(accelerator, messages)
@@ -143,24 +159,31 @@ class Sender(_End):
             return self._start(staged)
 
         if self._send_thread is None:
-            self._under_way.append(_Started(start()))
+            self._keep(_Started(start()), number, messages)
         else:
             self._last_task = self._send_thread.submit(start)
-            self._under_way.append(self._last_task)
+            self._keep(self._last_task, number, messages)
         return []
 
-    def _send_to_device(self, messages: Messages, accelerator: Accelerator) -> Messages:
+    def _send_to_device(
+        self, number: int, messages: Messages, accelerator: Accelerator
+    ) -> Messages:
         """Send expected tensors between the devices; return the other messages."""
         tensors = [tensor for tag, tensor in messages if tag == EXPECTED]
         if not all(map(accelerator.holds, tensors)):
             tensors, copied = staging.move_to_device(accelerator, tensors)
             accelerator.current.wait_event(copied)
-        if started := self._start([(EXPECTED, tensor) for tensor in tensors]):
-            self._under_way.append(_Started(started))
+        expected = [(EXPECTED, tensor) for tensor in tensors]
+        # A send is complete when it is submitted; the device reads the tensor later.
+        self._keep(_Started(self._start(expected)), number, expected)
         return [message for message in messages if message[0] != EXPECTED]
 
     def flush(self) -> None:
-        """Wait until all sends are complete: the tensors may be changed from now on."""
+        """Wait until all sends are complete: the tensors may be changed from now on.
+
+        Raises:
+            PipeworkerError: a tensor was changed before.
+        """
         while self._under_way:
             self._under_way.popleft().wait()
         self._last_task = None
@@ -201,6 +224,19 @@ class _Started:
     def wait(self) -> None:
         for pending in self.pending:
             pending.wait()
+
+
+@dataclass(slots=True)
+class _Sent:
+    """Sends under way, and the tensors that must not change until then."""
+
+    sends: SendTask | _Started
+    unchanged: Unchanged | None
+
+    def wait(self) -> None:
+        self.sends.wait()
+        if self.unchanged is not None:
+            self.unchanged.check()
 
 
 @dataclass(slots=True)

@@ -1,0 +1,74 @@
+"""A layer that writes its output into memory that it has returned before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipeworker.errors import PipeworkerError
+from pipeworker.plan.placement import Placement
+from support.cut_modules import mse, sgd
+from support.pipelines import Pipeline, filled
+from support.plain_loop import plain
+
+WIDTH = 4
+
+
+class Reusing(nn.Module):
+    """Frozen features in one preallocated tensor, or a clone of it."""
+
+    def __init__(self, *, clones: bool) -> None:
+        super().__init__()
+        self.weight: torch.Tensor
+        self.register_buffer("weight", torch.eye(WIDTH) * 2)
+        self.out, self.clones = torch.empty(2, WIDTH), clones
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            torch.mm(x, self.weight, out=self.out)
+            return self.out.clone() if self.clones else self.out
+
+
+class Inferring(nn.Module):
+    """The same in inference mode, where torch counts no changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out: torch.Tensor | None = None
+
+    @torch.inference_mode()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.out = torch.empty_like(x) if self.out is None else self.out
+        return torch.mul(x, 2, out=self.out)
+
+
+def pipeline_of(first: nn.Module, placement: Placement) -> Pipeline:
+    torch.manual_seed(0)
+    layers = [first, nn.Linear(WIDTH, WIDTH)]
+    batches = [(torch.randn(8, WIDTH), torch.randn(8, WIDTH)) for _ in range(2)]
+    return Pipeline(layers, mse, batches, filled(placement, "never"), microbatches=4, optimizer=sgd)
+
+
+@pytest.mark.parametrize(
+    "placement", [Placement.identity(2), Placement(((0, 1),))], ids=["sent", "on one worker"]
+)
+def test_an_output_that_is_overwritten_before_it_is_read_is_an_error(placement: Placement) -> None:
+    what = r"the output of layer 0 \(Reusing\) for micro-batch 0"
+    with pytest.raises(PipeworkerError, match=rf"{what}: was changed in place .* as out\.clone"):
+        pipeline_of(Reusing(clones=False), placement).train(2)
+    assert len(pipeline_of(Reusing(clones=True), placement).train(2).losses) == 2
+
+
+def test_outputs_made_in_inference_mode_are_copied_before_they_are_sent() -> None:
+    pipeline = pipeline_of(Inferring(), Placement.identity(2))
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [Doubling(), nn.Linear(WIDTH, WIDTH)]
+    batches = [(torch.randn(8, WIDTH), torch.randn(8, WIDTH)) for _ in range(2)]
+    expected = plain(layers, mse, batches, 4, sgd)
+    assert pipeline.train(2).losses == expected.losses
+
+
+class Doubling(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
