@@ -14,7 +14,7 @@ from typing_extensions import assert_never
 
 from pipeworker.coordinator import events
 from pipeworker.coordinator.effects import Discard, Dropped, Effect, Log, Send
-from pipeworker.coordinator.ending import INTERRUPTED, JobEnd, Lost, Status
+from pipeworker.coordinator.ending import JobEnd, Lost, Status
 from pipeworker.coordinator.events import Event, MessageReceived
 from pipeworker.coordinator.generation import Generation
 from pipeworker.coordinator.lifecycle import BEFORE_STEPS, State
@@ -169,7 +169,7 @@ class Job:
         elif isinstance(end, JobEnd) and self._is_worth_saving(end):
             return self._save_first(end, effects, now)
         if isinstance(end, Lost) and self._would_save_nothing:
-            end = INTERRUPTED
+            end = self.generation.stopped
         if isinstance(end, Lost):
             cannot_start, room = False, -1
             if isinstance(event, CannotStart):
@@ -336,7 +336,7 @@ class Job:
         before, self._peaks = self.generation, self._peak_memory()
         self.generation = self._begin(before.number + 1, now)
         if before.interrupted is not None:  # the snapshot is saved before the job ends
-            self.generation.interrupted = now
+            self.generation.interrupted, self.generation.stopped = now, before.stopped
         return [
             *performed,
             *discarded,

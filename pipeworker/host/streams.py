@@ -64,13 +64,12 @@ log_pending = False
 
 
 def note(text: str) -> None:
-    """Write lines to this worker's log at once, or nothing if the job has closed the stream.
+    """Write lines to this worker's log at once; they are lost if that is impossible.
 
-    Raises:
-        OSError: the disk is full.
+    The job may have closed the stream. The disk of the log may be full, and no job ends for that.
     """
     lines = [f"{LOG_PREFIX}{line}\n" for line in text.splitlines()]
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OSError):
         print("".join(lines), end="", file=sys.stderr, flush=True)
 
 

@@ -18,6 +18,7 @@ from time import perf_counter
 
 import numpy as np
 
+from pipeworker.errors import UnreadableFile
 from pipeworker.plan.actions import Action, format_actions
 from pipeworker.record.metrics.rows import Row, Rows
 from pipeworker.trace.ring import MiniBatchTimes, Ring
@@ -94,7 +95,7 @@ def record_unfinished(ring: Ring) -> None:
     times = ring.unfinished()
     if times is None or not ring.path:
         return
-    with suppress(OSError):  # as the disk of the worker's timeline, which no job depends on
+    with suppress(OSError, UnreadableFile):  # no job depends on the timeline
         rows = Rows(Path(ring.path))
         try:
             rows.add(row_of(times) | {"lost": True})
@@ -107,7 +108,7 @@ def record_unfinished_in(path: Path) -> None:
 
     The worker has ended; if there is no such file, nothing is done.
     """
-    with suppress(OSError, ValueError):
+    with suppress(OSError, UnreadableFile, ValueError):
         ring = Ring.in_file(path)
         ring.path = str(path.with_suffix(".jsonl"))  # wherever the file says
         record_unfinished(ring)
@@ -212,7 +213,7 @@ class Recorder:
                 self._rows = Rows(self._path)
                 self._rows.add(self._start)
             self._rows.add(row)
-        except OSError as error:
+        except (OSError, UnreadableFile) as error:
             self._is_broken = True
             self._note(f"the timeline is not recorded any more: {error}")
 

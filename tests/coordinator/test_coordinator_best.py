@@ -211,3 +211,23 @@ def test_passes_before_a_loss_count_once() -> None:
     assert (found.best, found.since) == (2, 0)
     found.roll_back(6)  # a checkpoint that was completed after the first loss
     assert (found.best, found.since) == (4, 1)
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_a_loss_while_a_failed_job_saves_does_not_hide_its_error(every: int) -> None:
+    job = replaceable_job(best="max:missing", evaluate_every=1, snapshot_every=every).running()
+    job.step(1)
+    job.evaluated(1)
+    assert job.state() is State.SAVING
+    job.exited(1, -9)
+    while not job.job.end:
+        job.start()
+        if job.state() is State.STEPPING:
+            job.step(1)
+        if job.state() is State.EVALUATING:
+            job.evaluated(1)
+        job.saved()
+        job.checkpoint_committed()
+    assert (job.ended.status, job.ended.exit_status) == ("failed", 1)
+    assert job.ended.error
+    assert job.ended.error.startswith("--best max:missing: ")

@@ -51,3 +51,11 @@ def test_a_note_to_a_closed_stream_is_dropped(monkeypatch: pytest.MonkeyPatch) -
 def test_a_note_has_a_prefix_on_each_line(capsys: pytest.CaptureFixture[str]) -> None:
     streams.note("one\ntwo")
     assert capsys.readouterr().err == "[pipeworker] one\n[pipeworker] two\n"
+
+
+def test_a_note_that_no_disk_takes_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    with io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True) as full:
+        monkeypatch.setattr("sys.stderr", full)
+        with pytest.raises(OSError, match="No space left"):
+            print("the disk is full", file=sys.stderr, flush=True)
+        streams.note("the timeline is not recorded any more")
