@@ -33,6 +33,7 @@ def find_resume_point(run_dir: RunDir) -> ResumePoint:
     """
     damaged: dict[Path, str] = {}
     try:
+        run_dir.checkpoints.restore_replaced()
         saved = run_dir.checkpoints.paths()
     except OSError as error:
         raise UnreadableFile(run_dir.checkpoints.path, error) from None

@@ -161,7 +161,7 @@ def failure_of(
     `keeps` is the memory that the plan expects, for the error of a worker without memory.
     `transient` are the user's exceptions that are worth another try.
     """
-    cause, message, shown, status = Cause.USER, str(error), "", 1
+    cause, message, shown, status = Cause.USER, message_of(error), "", 1
     use_less = _USE_LESS_MEMORY.format(keeps and f"{keeps}; ")
     match error:
         case JobExit():
@@ -170,7 +170,7 @@ def failure_of(
             cause = Cause.USAGE if error.early else Cause.USER
             advice = use_less if is_out_of_memory(error) else ""
             if isinstance(error.error, (RuntimeError, ValueError)):
-                reason = str(error.error)
+                reason = message_of(error.error)
                 advice = next((_ADVICE[part] for part in _ADVICE if part in reason), advice)
             message, shown = f"{error}{advice}", user_traceback(error.error)
         case PeerLost():
@@ -202,19 +202,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, UserCodeError):
         error = error.error
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and _CPU_MEMORY in str(error)
+        isinstance(error, RuntimeError) and _CPU_MEMORY in message_of(error)
     )
 
 
 def rejects_hooks(error: UserCodeError) -> bool:
     """Return whether code raised because there were hooks on saved tensors around it."""
-    return isinstance(error.error, RuntimeError) and _NO_HOOKS in str(error.error)
+    return isinstance(error.error, RuntimeError) and _NO_HOOKS in message_of(error.error)
 
 
 def _is_out_of_threads(error: BaseException) -> bool:
     """Return whether the system has refused a thread, or a process (BlockingIOError of a fork)."""
     return isinstance(error, BlockingIOError) or (
-        isinstance(error, RuntimeError) and any(part in str(error) for part in _NO_THREAD)
+        isinstance(error, RuntimeError) and any(part in message_of(error) for part in _NO_THREAD)
     )
 
 
@@ -226,7 +226,15 @@ def problem(error: BaseException) -> str:
 
 def text(error: BaseException) -> str:
     """Return the class and message of an exception: ``ValueError: no``."""
-    return _shorten(f"{type(error).__name__}: {error}".rstrip(": "))
+    return _shorten(f"{type(error).__name__}: {message_of(error)}".rstrip(": "))
+
+
+def message_of(error: BaseException) -> str:
+    """Return the message of a user's exception, whose ``__str__`` may raise, as Python shows it."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
 
 
 def raised(error: BaseException) -> str:

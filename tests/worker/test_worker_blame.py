@@ -78,6 +78,13 @@ def test_a_request_for_input_while_the_job_file_is_loaded_has_no_place() -> None
     assert not failure_of(error, 2, Position(Phase.LOADING)).lacks_place
 
 
+class Silent(RuntimeError):
+    """An exception without a text."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
 @pytest.mark.parametrize(
     ("error", "function", "early", "cause", "message"),
     [
@@ -85,6 +92,7 @@ def test_a_request_for_input_while_the_job_file_is_loaded_has_no_place() -> None
         (KeyError(), layer(5, ""), False, Cause.USER, "layer 5 raised KeyError"),
         (ValueError("no"), "the job file", True, Cause.USAGE, "the job file raised ValueError: no"),
         (SystemExit(3), "data()", False, Cause.USER, "data() called sys.exit(3)"),
+        (Silent(), "data()", False, Cause.USER, "data() raised Silent: <exception str() failed>"),
     ],
 )
 def test_an_exception_of_user_code_is_the_users_in_any_phase(

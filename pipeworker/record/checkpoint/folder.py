@@ -20,6 +20,8 @@ from pipeworker.record.checkpoint.manifest import (
 from pipeworker.record.files.atomic_file import remove, sync_folder, write_json
 
 _LEFTOVERS = (".step-*.partial", ".*.gone")
+_REPLACED = ".replaced"
+"""The end of the hidden name of a checkpoint whose step is saved again, until that is complete."""
 _STEP = re.compile(r"step-(\d{8,19})", re.ASCII)
 
 
@@ -56,14 +58,27 @@ class CheckpointFolder:
             write_json(partial / MANIFEST, manifest.to_json())
             sync_folder(partial)
             complete = self.at(manifest.step)
-            removed = _renamed_for_removal(complete)
+            replaced = complete.with_name(f".{complete.name}{_REPLACED}")
             if complete.exists():  # a loop of the user's own may save a step again
-                complete.rename(removed)
-            partial.rename(complete)
+                complete.rename(replaced)
+            try:
+                partial.rename(complete)
+            except OSError:
+                self.restore_replaced()
+                raise
             os.fsync(handle)
         finally:
             os.close(handle)
-        shutil.rmtree(removed, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def restore_replaced(self) -> None:
+        """Restore checkpoints whose replacement was not completed; remove all others replaced."""
+        for path in self.path.glob(f".step-*{_REPLACED}"):
+            complete = path.with_name(path.name.removesuffix(_REPLACED)[1:])
+            if complete.exists():
+                remove(path)
+            else:
+                path.rename(complete)
 
     def discard(self, step: int) -> None:
         """Remove the files of a checkpoint that will not be complete."""
@@ -71,6 +86,7 @@ class CheckpointFolder:
 
     def remove_leftovers(self) -> None:
         """Remove what processes left that ended while they wrote or removed a checkpoint."""
+        self.restore_replaced()
         for pattern in _LEFTOVERS:
             for path in self.path.glob(pattern):
                 remove(path)

@@ -28,7 +28,7 @@ from pipeworker.job.file import JobFile
 from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir
 from pipeworker.worker import kernel_cache
-from pipeworker.worker.blame import failure_of
+from pipeworker.worker.blame import failure_of, message_of
 from pipeworker.worker.console import detach_terminal, redirect_output
 from pipeworker.worker.data.generators import (
     Generators,
@@ -373,4 +373,4 @@ def _uses_accelerator() -> bool:
 
 
 def _text(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+    return message_of(error) or type(error).__name__

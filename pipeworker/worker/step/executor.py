@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import compress
+from operator import sub
 from time import perf_counter
 from typing import Any
 
@@ -273,7 +274,7 @@ class Executor:
         every: Sequence[float] = times.tolist()
         ring.end()
         busy = program.busy
-        spent = sum(compress(every[1::2], busy), 0.0) - sum(compress(every[::2], busy), 0.0)
+        spent = sum(compress(map(sub, every[1::2], every[::2]), busy), 0.0)
         recorded = MiniBatchTimes(
             run.step, run.first, program.number, began, tuple(every), tuple(memory)
         )

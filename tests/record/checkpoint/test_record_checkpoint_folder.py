@@ -17,6 +17,7 @@ from pipeworker.record.checkpoint import manifest
 from pipeworker.record.checkpoint.manifest import Manifest
 from pipeworker.record.files import atomic_file
 from pipeworker.record.rundir import RunDir
+from pipeworker.runs import resume
 
 _LATE = [100_000_000, 100_000_001]
 
@@ -33,6 +34,49 @@ def test_a_checkpoint_exists_once_it_is_committed(tmp_path: Path) -> None:
     assert Manifest.read(run.checkpoints.at(3) / "manifest.json") == made
     index = json.loads((run.checkpoints.at(3) / "model.safetensors.index.json").read_text())
     assert index == {"metadata": {"total_size": 8}, "weight_map": {"0.w": file.name}}
+
+
+STATE = "state-00001-of-00001.json"
+
+
+def saved_again(run: RunDir, text: str) -> None:
+    """Save a checkpoint of step 7, which may exist already."""
+    partial = run.checkpoints.partial(7)
+    partial.mkdir(parents=True)
+    (partial / STATE).write_text(text)
+    file = manifest.describe_file(partial / STATE)
+    run.checkpoints.commit(Manifest(7, 1, LayerNames.numbered(1), (file,)))
+
+
+def test_a_step_that_is_saved_again_has_the_new_checkpoint(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    saved_again(run, "one")
+    saved_again(run, "two")
+    assert [path.name for path in run.checkpoints.path.iterdir()] == ["step-00000007"]
+    assert (run.checkpoints.at(7) / STATE).read_text() == "two"
+
+
+@pytest.mark.parametrize("error", [OSError("no reply"), KeyboardInterrupt()], ids=["fails", "ends"])
+def test_a_step_that_is_not_saved_again_keeps_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    run = RunDir(tmp_path)
+    saved_again(run, "one")
+    rename = Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if path.name.endswith(".partial"):
+            raise error
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(type(error)):
+        saved_again(run, "two")
+    assert run.checkpoints.steps() == ([7] if isinstance(error, OSError) else [])
+    assert resume.find_resume_point(run).step == 7
+    run.checkpoints.remove_leftovers()
+    assert [path.name for path in run.checkpoints.path.iterdir()] == ["step-00000007"]
+    assert (run.checkpoints.at(7) / STATE).read_text() == "one"
 
 
 def saved(run: RunDir, losses: dict[int, float | str | None]) -> list[int]:
