@@ -106,7 +106,18 @@ def connect_all(
             for k, (store, on) in enumerate(zip(stores, on_each, strict=True))
             if (own := [edge for edge in edges if k in (edge.source, edge.target)])
         ]
-        return [future.result() for future in made]
+        found = [future.result() for future in made]
+    _connected.extend(link for links in found for link in links.values())
+    return found
+
+
+_connected: list[Link] = []
+
+
+def close_connected() -> None:
+    """Close all links that :func:`connect_all` has returned, and so end their threads."""
+    while _connected:
+        _connected.pop().close()
 
 
 # Links in memory.

@@ -7,8 +7,15 @@ from collections.abc import Iterator
 import pytest
 
 from support.authentication import timings
+from support.transport import close_connected
 
 SHORT = "handshake=0.25,reconnect=0.2,dial=0.05"
+
+
+@pytest.fixture(autouse=True)
+def _links_are_closed() -> Iterator[None]:
+    yield
+    close_connected()
 
 
 @pytest.fixture

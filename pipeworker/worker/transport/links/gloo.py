@@ -55,8 +55,9 @@ class GroupLink(OneLane):
 
     def close(self) -> None:
         """Abort the group; transfers under way fail."""
-        self.group.abort()
-        self.group = None
+        group, self.group = self.group, None
+        if group is not None:
+            group.abort()
 
     def _submit(
         self, start: Callable[..., Work], tensor: torch.Tensor, rank: int, tag: int
