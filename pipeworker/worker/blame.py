@@ -193,7 +193,7 @@ def failure_of(
     if _is_out_of_threads(error.error if isinstance(error, UserCodeError) else error):
         cause, message = Cause.LOST, f"{message}{_USE_FEWER_THREADS}"  # others may end meanwhile
     lacks = isinstance(error, NoTerminalError) and max(position.step, position.layer) >= 0
-    shown = _shorten(shown)
+    message, shown = _shorten(message), _shorten(shown)
     return Failure(cause, message, rank, position, layer_class, shown, stage, status, lacks)
 
 

@@ -331,6 +331,7 @@ def test_a_message_of_any_length_still_fits_a_frame() -> None:
     for error in (
         ValueError("x" * (17 << 20)),
         raised_by(ValueError("x" * (17 << 20)), "layer 2 (Linear)"),
+        UsageError("x" * (17 << 20)),
     ):
         failure = failure_of(error, 0, position, "Linear")
         _assert_short(failure)
