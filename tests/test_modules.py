@@ -159,6 +159,15 @@ def test_what_several_layers_share_has_the_modules_own_name_in_files(jobs: Jobs)
     made.load_state_dict(one.weights)
 
 
+def test_a_module_itself_is_a_model(jobs: Jobs) -> None:
+    given = SHARING.replace(
+        "def model():\n        return Net()", "torch.manual_seed(0)\n    model = Net()"
+    )
+    assert "model = Net()" in given
+    one, two = (jobs.train("--stages", "2", source=source) for source in (SHARING, given))
+    assert_same(one, two)
+
+
 @slow
 def test_a_run_is_resumed_after_a_lost_worker_and_exported(jobs: Jobs) -> None:
     one = jobs.train("--stages", "1", *WORDS, source=MODULE)

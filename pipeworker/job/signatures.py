@@ -68,7 +68,7 @@ def signature(function: Any) -> inspect.Signature | None:
 
 def job_error(name: str, value: Any) -> str:
     """Return why a name of a job cannot be called, or is a class instead of an instance; or ""."""
-    if not callable(value) or (isinstance(value, nn.Sequential) and name == "model"):
+    if not callable(value) or (isinstance(value, nn.Module) and name == "model"):
         return ""
     how, fits = pattern(name), accepts(value, len(_PATTERN[name]))
     fits = fits or (name == "scheduler" and takes_steps(value))

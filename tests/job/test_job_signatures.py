@@ -111,6 +111,8 @@ def test_a_wrong_signature_is_reported(name: str, value: Any, expected: str) -> 
         ("metrics", Unknown()),
         ("before_update", Unknown()),
         ("model", Unknown()),
+        ("model", OneInput()),
+        ("model", nn.Linear(2, 2)),
         ("data", Unknown()),
         ("data", lambda start: []),
         ("data", lambda path="", *, start: []),

@@ -122,7 +122,10 @@ class Planning:
         finally:
             logger.setLevel(level)
         if not self.plan.units:
-            raise UsageError("model(): its forward calls no module with parameters")
+            raise UsageError(
+                "model(): its forward calls no module with parameters, so it is one layer; return "
+                "a list of layers with it, nn.Sequential(...)"
+            )
         self._at -= 1
         last = self._at
         self._use(tensors_of(out))
