@@ -13,12 +13,13 @@ import pipeworker
 
 _PR_SET_PDEATHSIG = 1
 _ROOT = str(Path(pipeworker.__file__).parents[1])
-# A user's module in the current folder must not be imported in place of one of pipeworker's, so the
-# folder that `-c` puts first on the path is removed, and pipeworker's own is appended.
+# A user's module in the current folder must not be imported in place of one of pipeworker's or of
+# Python's, so the folder that `-c` puts first on the path is removed before any import, and
+# pipeworker's own is appended. `sys` is built in; PYTHONSAFEPATH leaves that folder out.
 # An interrupt before a handler is installed ends the process without a traceback.
 _BOOT = (
+    "import sys; sys.path[:1] == [''] and sys.path.pop(0); root, name = sys.argv[1:3]; "
     "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
-    "import sys; sys.path.pop(0); root, name = sys.argv[1:3]; "
     "root in sys.path or sys.path.append(root); "
     "import importlib; sys.exit(importlib.import_module(name).main())"
 )
