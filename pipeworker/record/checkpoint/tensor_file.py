@@ -73,7 +73,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
     def __init__(self, path: Path, *, from_worker: bool = True) -> None:
         self.path = path
         try:
-            file: Any = safe_open(path, "pt")
+            file: Any = _open(path)
             metadata, keys = file.metadata() or {}, file.keys()
             names = json.loads(metadata.get(NAMES, "[]" if from_worker else json.dumps(keys)))
             complex_ = json.loads(metadata.get(COMPLEX, "[]"))
@@ -120,6 +120,16 @@ class TensorFile(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def _open(path: Path) -> Any:
+    """Open a safetensors file by any path; the library takes only those that are UTF-8."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        with path.open("rb") as file:
+            return safe_open(f"/proc/self/fd/{file.fileno()}", "pt")
+    return safe_open(path, "pt")
 
 
 def _damaged(path: Path, error: Exception) -> UnreadableFile:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 
 from pipeworker.errors import UsageError
@@ -22,6 +24,7 @@ from pipeworker.record.checkpoint.checkpoint import Checkpoint
 from pipeworker.record.checkpoint.json_state import InvalidState, pack, unpack
 from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
 from pipeworker.record.checkpoint.stage_state import StageState, check_savable
+from pipeworker.record.checkpoint.tensor_file import TensorFile
 from support.checkpoints import optimizer_state, part, save_worker_files
 
 
@@ -123,6 +126,17 @@ def test_weights_of_all_kinds(tmp_path: Path) -> None:
     (shard,) = found.worker_files()
     packed = json.loads(shard.state.read_text())["extra"]["0._extra_state"]
     assert packed == {"seen": 3, "at": {"$tensor": "0._extra_state/at"}}
+
+
+def test_a_checkpoint_is_read_by_a_path_that_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"folder-\xff")
+    path.mkdir()
+    save_file({"0.weight": torch.arange(4.0)}, tmp_path / "x.safetensors")
+    (tmp_path / "x.safetensors").rename(path / "x.safetensors")
+    file = TensorFile(path / "x.safetensors", from_worker=False)
+    assert torch.equal(file["0.weight"], torch.arange(4.0))
+    with pytest.raises(UsageError, match="No such file"):
+        TensorFile(path / "y.safetensors")
 
 
 @pytest.mark.parametrize(
