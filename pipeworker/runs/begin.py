@@ -42,6 +42,7 @@ class PreparedRun:
     Attributes:
         undo: removes a new run, or restores the records of a resumed one, and releases the lock.
         recorded_bytes: the size of the rows that existed at its start.
+        was_done: whether it is a resumed run that had done all its steps.
         origins: the sources of options, as :class:`RunRequest` has them, at its first start.
     """
 
@@ -51,6 +52,7 @@ class PreparedRun:
     undo: ExitStack
     warnings: tuple[str, ...] = ()
     recorded_bytes: int = 0
+    was_done: bool = False
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def close(self, verdict: Verdict | None = None) -> None:
@@ -58,14 +60,15 @@ class PreparedRun:
 
         If a mistake of the user's ended the job before its first step, nothing remains of a new
         run, and a resumed run gets its previous records back: it is what it was, and the options
-        that were the mistake would prevent every later resume.
+        that were the mistake would prevent every later resume. So does a run that was done and had
+        no further step to do, because its records have the figures of its steps.
         """
         with self.lock:  # its end releases it
             undo = self.undo.pop_all()  # once: afterwards the directory may be another process's
             # A coordinator that was lost may have done steps before its successor met the mistake.
             if (
                 verdict is not None
-                and verdict.is_usage_error
+                and (verdict.is_usage_error or (self.was_done and verdict.status == "done"))
                 and verdict.steps <= self.options.resume_step
                 and _row_bytes(self.run_dir) == self.recorded_bytes
             ):
@@ -250,6 +253,7 @@ class RunRequest:
                     "further"
                 )
             before = {path: _content(path) for path in (run_dir.run, run_dir.summary, run_dir.plan)}
+            was_done = _was_done(run_dir)
             undo.callback(_restore, before)
             resume.roll_back(run_dir, point)
             run_dir.withdraw(Request.CANCEL)
@@ -268,7 +272,9 @@ class RunRequest:
                 )
             lock.share()
             recorded, opened = _row_bytes(run_dir), RunDir.open(run_dir.path)
-            return PreparedRun(options, opened, lock, undo.pop_all(), tuple(warnings), recorded)
+            return PreparedRun(
+                options, opened, lock, undo.pop_all(), tuple(warnings), recorded, was_done
+            )
 
     def _merged_options(self, record: run_record.RunRecord) -> Options:
         try:
@@ -298,6 +304,12 @@ def _remove(run_dir: RunDir, created: Sequence[Path]) -> None:
     """Remove a new run, unless it has checkpoints, as a user's own loop may write."""
     if not any(run_dir.checkpoints.path.glob("*")):
         run_dir.remove_run(created)
+
+
+def _was_done(run_dir: RunDir) -> bool:
+    with suppress(UsageError, OSError):  # a damaged summary is replaced
+        return run_record.read_summary(run_dir).get("status") == "done"
+    return False
 
 
 def _content(path: Path) -> bytes | None:

@@ -60,6 +60,23 @@ def test_a_mistake_restores_the_options_of_a_resumed_run(tmp_path: Path, steps: 
     again.close()
 
 
+@pytest.mark.parametrize("done", [True, False])
+def test_a_run_that_was_done_keeps_its_figures_unless_it_trains(tmp_path: Path, done: bool) -> None:
+    job, run_dir = str(tmp_path / "job.py"), RunDir(tmp_path / "run")
+    Path(job).write_text("")
+    RunRequest(job, 1, {"steps": 2}, run_dir.path).prepare().close()
+    complete(run_dir, 2)
+    status = "done" if done else "interrupted"
+    write_summary(run_dir, Verdict(status, 0, 2, 7.5, (1000,), 0.25, None), 1)
+    before = [path.read_text() for path in (run_dir.summary, run_dir.run)]
+    again = RunRequest(job, None, {}, run_dir.path, resume=True).prepare()
+    verdict = Verdict("done", 0, 2, 0.5, (0,), 0.0, None)
+    write_summary(run_dir, verdict, 1)
+    again.close(verdict)
+    after = [path.read_text() for path in (run_dir.summary, run_dir.run)]
+    assert (after == before) is done
+
+
 def test_a_mistake_leaves_a_resumed_run_as_it_was(tmp_path: Path) -> None:
     """A finished run stays done if it cannot be resumed with another job file."""
     job, run_dir = tmp_path / "job.py", tmp_path / "run"
