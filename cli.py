@@ -355,7 +355,7 @@ def export(
     )
     files = f" in {done.files} file{'s' * (done.files > 1)}, Hugging Face's layout"
     made = f"{out.rstrip('/')}/: a folder of" if done.folder else f"{out}:"
-    click.echo(f"{made} {done.tensors} tensors{files * done.folder}")
+    click.echo(f"{made} {done.tensors} tensors{files * done.folder}, after step {done.step}")
     if done.leaves_adapters:
         click.echo(
             "note: the run has adapters; --adapters writes them as a folder of peft", err=True

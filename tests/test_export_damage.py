@@ -100,7 +100,9 @@ def refuse(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_the_undamaged_checkpoint_is_exported(jobs: Jobs, checkpoint: Path) -> None:
     for name in ("out.pt", "out.safetensors"):
         done = jobs.pipeworker("export", "checkpoint", name)
-        assert (done.returncode, done.stdout) == (0, f"{name}: 4 tensors\n"), done.stderr
+        assert (done.returncode, done.stdout) == (0, f"{name}: 4 tensors, after step 1\n"), (
+            done.stderr
+        )
 
 
 # The first file of weights.
@@ -258,7 +260,7 @@ def test_a_manifest_with_missing_files_is_refused(
 ) -> None:
     found = json.loads((checkpoint / "manifest.json").read_text())
     change_manifest(checkpoint, files={**found["files"], name: {"bytes": 1, "crc32": 1}})
-    refuse(f"checkpoint/{name} is missing")
+    refuse(f"checkpoint/{name}: is missing")
 
 
 # Paths that are not files.
@@ -319,7 +321,7 @@ def test_an_existing_file_is_replaced_on_success_only(
     out = jobs.folder / f"out{suffix}"
     out.write_bytes(b"before")
     (checkpoint / SECOND).rename(jobs.folder / "away")
-    assert_refused(jobs.pipeworker("export", "checkpoint", out.name), f"{SECOND} is missing")
+    assert_refused(jobs.pipeworker("export", "checkpoint", out.name), f"{SECOND}: is missing")
     assert out.read_bytes() == b"before"
     (jobs.folder / "away").rename(checkpoint / SECOND)
     assert jobs.pipeworker("export", "checkpoint", out.name).returncode == 0

@@ -133,9 +133,13 @@ def test_an_existing_run_directory_is_not_changed(tmp_path: Path) -> None:
     words = ("--stages", "2", str(tmp_path / "job.py"))
     result = launch(tmp_path, "--run-dir", str(run_dir), *words)
     assert result.exit_code == 2
-    assert f"run directory {run_dir}: exists already; choose another --run-dir" in result.output
+    text = "exists already and is no run; choose another --run-dir"
+    assert f"run directory {run_dir}: {text}" in result.output
     assert [path.name for path in run_dir.iterdir()] == ["metrics.jsonl"]
-    result = launch(tmp_path, "--run-dir", str(run_dir / "metrics.jsonl" / "deeper"), *words)
+    file = run_dir / "metrics.jsonl"
+    result = launch(tmp_path, "--run-dir", str(file), *words)
+    assert f"run directory {file}: is no folder; choose another --run-dir" in result.output
+    result = launch(tmp_path, "--run-dir", str(file / "deeper"), *words)
     assert result.exit_code == 2
     assert "cannot be made" in result.output
 

@@ -105,8 +105,9 @@ def test_a_run_resumes_from_its_newest_intact_checkpoint(command: Command) -> No
     options = command.launch(*RESUME)
     assert (options.resume, options.resume_step) == (str(command.run.checkpoints.at(4)), 4)
     (warning,) = command.warnings
-    assert warning.startswith("damaged checkpoint set aside: ")
-    assert "step-00000006/state-00001-of-00001.json is missing" in warning
+    where = command.run.checkpoints.at(6) / "state-00001-of-00001.json"
+    aside = "step-00000006 is damaged and set aside, as damaged-step-00000006: "
+    assert warning.startswith(f"{aside}{where}: is missing; ")
     assert command.run.metrics.read_text() == "".join(rows[:4])
     assert not command.run.summary.exists()
     assert [(e["step"], e["options"]) for e in command.record["resumed"]] == [(4, {})]

@@ -260,10 +260,13 @@ def listed(path: Path) -> str:
 
 def already_exists(asked: str | Path) -> UsageError:
     """Return the error about a directory that a new run cannot have."""
-    return UsageError(
-        f"run directory {asked}: exists already; choose another --run-dir, or add --resume (in a "
-        "script, resume=True) to continue its run"
-    )
+    if RunDir(Path(asked)).run.exists():
+        return UsageError(
+            f"run directory {asked}: exists already; choose another --run-dir, or add --resume (in "
+            "a script, resume=True) to continue its run"
+        )
+    what = "exists already and is no run" if Path(asked).is_dir() else "is no folder"
+    return UsageError(f"run directory {asked}: {what}; choose another --run-dir")
 
 
 def create(asked: str | Path | None, job_file: Path) -> tuple[RunDir, tuple[Path, ...]]:

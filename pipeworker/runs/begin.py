@@ -20,6 +20,7 @@ from pipeworker.job import resume_options
 from pipeworker.job.option_parsing import make_options, workers_per_replica
 from pipeworker.job.options import LOGGERS, Options, override
 from pipeworker.record import run_record, rundir
+from pipeworker.record.checkpoint.manifest import ANOTHER
 from pipeworker.record.files import atomic_file
 from pipeworker.record.files.bounded_file import open_bounded
 from pipeworker.record.lock import RunLock, is_locked
@@ -243,7 +244,11 @@ class RunRequest:
                     f"--epochs {options.epochs}: {run} is in epoch {epoch} already; give more "
                     "epochs"
                 )
-            warnings = [f"damaged checkpoint set aside: {why}" for why in point.damaged.values()]
+            warnings = [
+                f"{path.name} is damaged and set aside, as damaged-{path.name}: "
+                + why.removesuffix(f"; {ANOTHER}")
+                for path, why in point.damaged.items()
+            ]
             options = replace(options, resume=str(point.path or ""), resume_step=point.step)
             if not point.path:
                 warnings.append(f"{run}: no complete checkpoint yet; it starts again from step 1")

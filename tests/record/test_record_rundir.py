@@ -81,10 +81,13 @@ def test_create_refuses_a_directory_with_anything_in_it(tmp_path: Path, theirs: 
     (tmp_path / theirs).parent.mkdir(exist_ok=True)
     (tmp_path / theirs).touch()
     before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UsageError, match="exists already and is no run; choose another --run-dir"):
+        rundir.create(str(tmp_path), Path("job.py"))
+    assert sorted(tmp_path.rglob("*")) == before
+    RunDir(tmp_path).run.touch()
     advice = r"choose another --run-dir, or add --resume \(in a script, resume=True\) to continue"
     with pytest.raises(UsageError, match=f"exists already; {advice} its run"):
         rundir.create(str(tmp_path), Path("job.py"))
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_create_refuses_a_link_in_place_of_the_logs(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_a_directory_that_a_later_job_cannot_have_is_found_now(tmp_path: Path) -
     new.check_directory()
     (run_dir / "notes").touch()
     for request in (new, replace(new, auto_resume=True)):
-        with pytest.raises(UsageError, match="exists already; choose another --run-dir"):
+        with pytest.raises(UsageError, match="exists already and is no run; choose another"):
             request.check_directory()
     with pytest.raises(UsageError, match="not the directory of a run"):
         replace(new, resume=True).check_directory()

@@ -162,7 +162,8 @@ class Manifest:
         path = folder / file.name
         if not path.exists():
             raise UsageError(
-                f"{path} is missing: a worker on another host wrote it; copy it here and try again"
+                f"{path}: is missing; if a worker on another host wrote it, copy it here; else "
+                f"{ANOTHER}"
             )
         if not path.is_file():
             raise invalid(path, "it is not a file")

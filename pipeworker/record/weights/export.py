@@ -43,6 +43,7 @@ CAST_ELEMENTS = 1 << 22  # elements that are cast at once
 class Exported:
     """The numbers of tensors and files of an export, and whether a folder has them.
 
+    They are the weights after the `step`.
     `infinite` names the tensors with finite values beyond the range of the requested dtype;
     `leaves_adapters` says that the run has adapters, and that these were not asked for alone.
     """
@@ -52,6 +53,7 @@ class Exported:
     folder: bool = False
     infinite: tuple[str, ...] = ()
     leaves_adapters: bool = False
+    step: int = 0
 
 
 def export_weights(
@@ -125,7 +127,8 @@ def export_weights(
         raise UsageError(f"{out}: cannot be written: {_reason(error)}") from None
     infinite = tuple(dict.fromkeys(cast.infinite))
     leaves_adapters = peft is not None and folder and not adapters
-    return Exported(len(weights), files, folder, infinite, leaves_adapters)
+    step = checkpoint.manifest.step
+    return Exported(len(weights), files, folder, infinite, leaves_adapters, step)
 
 
 def _check_output(path: Path, out: str) -> bool:

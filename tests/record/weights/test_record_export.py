@@ -92,7 +92,7 @@ def test_export_without_a_checkpoint_is_refused(tmp_path: Path, make: bool) -> N
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     path = save(model(), (2, 3), tmp_path) / "model-00002-of-00002.safetensors"
     path.unlink()
-    with pytest.raises(UsageError, match=rf"{path} is missing: .* on another host"):
+    with pytest.raises(UsageError, match=rf"{path}: is missing; .* on another host"):
         export_weights(tmp_path, tmp_path / "out.pt")
 
 
