@@ -19,13 +19,13 @@ from pipeworker.errors import RecordError
 from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.host import cgroups, streams
 from pipeworker.host.lifetime import command
+from pipeworker.host.task_thread import TaskThread
 from pipeworker.record.checkpoint.manifest import file_names
 from pipeworker.record.checkpoint.snapshot_buffer import CopyPairs, SnapshotBuffer, file_contents
 from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory, write_contents, write_files
 from pipeworker.record.checkpoint.stage_state import StageState
 from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
 from pipeworker.worker.device.device import peak_resident
-from pipeworker.worker.task_thread import TaskThread
 from pipeworker.worker.transport.snapshot_transfer import MirrorClient
 
 _NICENESS = 10

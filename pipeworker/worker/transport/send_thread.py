@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from pipeworker.worker.task_thread import TaskThread
+from pipeworker.host.task_thread import TaskThread
 from pipeworker.worker.transport.links.link import Pending
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from pipeworker.errors import PeerLost, ProtocolError
+from pipeworker.host.task_thread import TaskThread
 from pipeworker.plan.actions import Edge
-from pipeworker.worker.task_thread import TaskThread
 from pipeworker.worker.transport import handshake
 from pipeworker.worker.transport.links.link import (
     COMPLETE,

@@ -25,8 +25,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from pipeworker.errors import PeerLost, PipeworkerError, ProtocolError
+from pipeworker.host.task_thread import TaskThread
 from pipeworker.plan.actions import Edge
-from pipeworker.worker.task_thread import TaskThread
 from pipeworker.worker.transport import handshake
 from pipeworker.worker.transport.credentials import Login
 from pipeworker.worker.transport.handshake import RendezvousPoint
