@@ -69,6 +69,7 @@ class Generation(FactFinding):
     _store: KeyValueStore = field(init=False, default_factory=KeyValueStore)
     _evaluation: Evaluation | None = field(init=False, default=None)
     _pass_failure: Failure | None = field(init=False, default=None)
+    _due: Due = field(init=False, default=Due())
 
     # Events.
 
@@ -109,7 +110,7 @@ class Generation(FactFinding):
             return [Log(f"the checkpoint of step {step} is complete")]
         if self.interrupted is not None and (self.stopped.failure or not self.loop.finished):
             return self.over(self.stopped)
-        return self._advance(Due(), now)
+        return self._advance(self._due, now)
 
     @property
     def activity(self) -> Activity:
@@ -277,8 +278,9 @@ class Generation(FactFinding):
         if due.failure:
             self.interrupted, self.stopped = now, JobEnd(Status.FAILED, 1, due.failure)
         stops = due.can_save and self.interrupted is not None
-        saved = self.progress.saved >= self.progress.steps
-        complete = saved and not self.progress.outdated
+        steps = self.progress.steps
+        complete = self.progress.saved >= steps and not self.progress.outdated
+        saved = self.progress.saved >= steps or self.snapshots.is_completing(steps)
         if stops and complete:
             return [*due.effects, *self.over(self.stopped)]
         if due.can_save and saved:
@@ -342,15 +344,20 @@ class Generation(FactFinding):
     # Checkpoints.
 
     def _save(self, due: Due, now: float) -> list[Effect]:
-        """Save a checkpoint of this step, and wait until it is complete."""
+        """Save a checkpoint of this step, and wait until it is complete.
+
+        If workers that are lost now have written it, only wait.
+        """
+        self._step, self._due = self.progress.steps, Due()
+        if self.snapshots.is_completing(self._step):
+            self.state, self._due = State.COMMITTING, replace(due, effects=())
+            return list(due.effects)
         slot = self.snapshots.blocking_slot()
         self.begin_write(slot, now)
-        self._step = self.progress.steps
         self.await_all(State.SAVING)
         self.awaited = set(range(self.writers))
-        return self._send_all(
-            [Advance(Save(self._step, slot), due.update)] * self.placement.ranks, due.effects
-        )
+        save = Advance(Save(self._step, slot), due.update)
+        return self._send_all([save] * self.placement.ranks, due.effects)
 
     def save_last(self) -> list[Effect]:
         return [] if self.state in SAVES else self._save(Due(), self.progress.saved_at)
@@ -368,7 +375,7 @@ class Generation(FactFinding):
         more = "retrying" if blocks else "training continues until the next one"
         effects.append(Warned(f"the checkpoint of step {step} failed: {text}; {more}"))
         if blocks:
-            return [*effects, *self._save(Due(), now)]
+            return [*effects, *self._save(self._due, now)]
         self.progress.evaluations.lose([step])
         return effects
 

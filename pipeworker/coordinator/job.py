@@ -245,13 +245,18 @@ class Job:
         return assert_never(event)
 
     def _handle_late(self, event: Event, now: float) -> list[Effect]:
-        """Send a worker that joins a failed job the reason, because it waits for an answer."""
+        """Send a worker that joins a failed job the reason, because it waits for an answer.
+
+        A checkpoint that was being completed at the end may fail.
+        """
         generation, abort = self.generation, self.generation.abort
         match event:
             case MessageReceived(peer, generation.number, Hello() as hello) if abort:
                 roster = generation.roster
                 if roster.missing and not roster.member(peer) and roster.admit(peer, hello, now):
                     return [Send(peer, abort, generation.number)]
+            case events.CheckpointEnded(step, _, error) if error:
+                return [Discard(step), Warned(f"the checkpoint of step {step} failed: {error}")]
         return []
 
     def _may_grow(self, now: float) -> bool:

@@ -18,6 +18,9 @@ import zmq
 from typing_extensions import assert_never
 
 from pipeworker.coordinator import effects, events
+from pipeworker.coordinator.ending import Status
+from pipeworker.coordinator.io import disk_thread
+from pipeworker.coordinator.io.disk_thread import DiskThread
 from pipeworker.coordinator.io.files import LogFile, RunFiles, record_error
 from pipeworker.coordinator.io.parent import ParentProcess
 from pipeworker.coordinator.io.plan_thread import PlanThread
@@ -77,12 +80,14 @@ class Service:
             start=self._start(),
             cores=os.cpu_count() or 1,
         )
+        self._disk = disk = DiskThread()
         self._files = RunFiles(
             self._run_dir,
             self._options,
             descriptors,
             parent,
-            lambda text: self._handle(events.EffectFailed(text)),
+            disk,
+            self._handle,
         )
         self._workers = WorkerConnections(
             socket, self._handle, lambda: self._job.generation.number, self._timings.redial
@@ -112,10 +117,11 @@ class Service:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # sent to the whole job; workers report it
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(parent.reads, zmq.POLLIN)
+        poller.register(self._disk.reads, zmq.POLLIN)
         next_tick = next_ping = time.monotonic()
         clock, suspended = SuspendAwareClock(self._timings.tick + self._timings.burst), 0.0
         while self._verdict is None:
+            poller.register(parent.reads, 0 if parent.gone else zmq.POLLIN)
             poller.register(parent.writes, zmq.POLLOUT if parent.pending else 0)
             ready = dict(poller.poll(int(1000 * self._timings.tick)))
             if self._path != (path := str(self._run_dir.path)):  # first: workers that join open it
@@ -130,6 +136,8 @@ class Service:
             elif (limit := parent.exceeded_silence(awake)) is not None:
                 text = f"the launcher has not answered for {limit:g} s"
                 self._handle(events.ParentLost(text=text))
+            if self._disk.reads in ready:
+                self._disk.handle_results()
             for made in self._plans.made():
                 self._handle(made)
             if self._interrupted:
@@ -187,8 +195,8 @@ class Service:
 
         Otherwise they would report the coordinator's exit as its loss.
         """
-        assert self._verdict
-        done = self._verdict.status == "done"
+        assert self._job.end
+        done = self._job.end.status is Status.DONE
         until = time.monotonic() + self._timings.linger
         while self._workers.has_unacknowledged if done else self._job.awaits_late_workers:
             if time.monotonic() > until:
@@ -235,29 +243,23 @@ class Service:
             case effects.MakePlan():
                 self._plans.begin(effect)
             case effects.Commit():
-                self._commit(effect)
+                self._files.commit(effect, self._job.placement.stages)
             case effects.Discard():
-                self._run_dir.checkpoints.discard(effect.step)
+                self._files.discard(effect.step)
             case lines.Verdict():
-                self._verdict = effect
-                self._parent.send(self._files.write_summary(effect, self._job.placement.stages))
+                self._files.write_summary(effect, self._job.placement.stages, self._end)
             case _:
                 assert_never(effect)
 
-    def _commit(self, commit: effects.Commit) -> None:
-        try:
-            path = self._files.commit(commit, self._job.placement.stages)
-        except (OSError, ValueError) as error:
-            text = located(f"cannot complete the checkpoint: {error}")
-            self._handle(events.CheckpointEnded(commit.step, error=text))
-        else:
-            self._handle(events.CheckpointEnded(commit.step, path))
-            self._files.remove_old_checkpoints()
+    def _end(self, verdict: lines.Verdict) -> None:
+        self._verdict = verdict
+        self._parent.send(verdict)
 
 
 def check_room(options: Options) -> None:
     """Raise PipeworkerError if the system does not grant the sockets of all workers."""
-    descriptors, threads = sockets.SERVER_NEEDS
+    both = zip(sockets.SERVER_NEEDS, disk_thread.NEEDS, strict=True)
+    descriptors, threads = map(sum, both)
     try:
         check_tasks(threads, "the coordinator needs")
         check_available(descriptors + options.workers, threads)

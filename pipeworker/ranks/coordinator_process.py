@@ -37,6 +37,7 @@ class CoordinatorProcess:
         self._started = time.monotonic()
         self._steps = run.options.resume_step
         self._verdict: lines.Verdict | None = None
+        self._last_heard = self._started
         self._listener_failed = False
         self._hooks = HookProcess(run.options, run.run_dir)
         options, run_dir = run.options.to_json(), str(run.run_dir.path)
@@ -68,6 +69,7 @@ class CoordinatorProcess:
         more = True
         while more:
             events, more = self._process.receive()
+            self._last_heard = time.monotonic()
             for event in events:
                 if isinstance(event, lines.Verdict):
                     self._verdict = event
@@ -106,7 +108,7 @@ class CoordinatorProcess:
 
         That is `status`, or 1, if the coordinator ends without a verdict.
         """
-        self._thread.join(timings().verdict)
+        self._wait_for_verdict(keeps_alive=not status)
         if self._verdict is not None:  # the hooks may take longer, up to a limit
             self._thread.join()
         hangs = self._thread.is_alive()
@@ -120,6 +122,19 @@ class CoordinatorProcess:
         assert self._verdict
         self._run.close(self._verdict)
         return self._verdict.exit_status
+
+    def _wait_for_verdict(self, *, keeps_alive: bool) -> None:
+        """Wait for the verdict, or for the time in which it should arrive.
+
+        A coordinator that has sent `Finish` may still wait for the disk: if it `keeps_alive`, that
+        time begins again with each of its lines.
+        """
+        since = time.monotonic()
+        while self._verdict is None and self._thread.is_alive():
+            last = max(since, self._last_heard) if keeps_alive else since
+            if time.monotonic() - last > timings().verdict:
+                return
+            self._thread.join(timings().poll)
 
     def _record_failure(self, status: int, error: str) -> lines.Verdict:
         """Write the summary in place of the coordinator; return its verdict."""

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
+import select
+import shutil
+import stat
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from pipeworker.coordinator.effects import Commit
+from pipeworker.coordinator.events import CheckpointEnded, EffectFailed, Event
+from pipeworker.coordinator.io.disk_thread import DiskThread
 from pipeworker.coordinator.io.files import RunFiles
 from pipeworker.coordinator.io.parent import ParentProcess
 from pipeworker.coordinator.service import read_start
@@ -52,14 +60,14 @@ class Disk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._write = os.write
         monkeypatch.setattr(os, "write", self.write)
-        monkeypatch.setattr(os, "fsync", lambda _: self.check())
+        monkeypatch.setattr(os, "fsync", self.check)
 
     def write(self, handle: int, data: bytes) -> int:
-        self.check()
+        self.check(handle)
         return self._write(handle, data)
 
-    def check(self) -> None:
-        if self.full:
+    def check(self, handle: int) -> None:
+        if self.full and stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -80,22 +88,56 @@ def listener() -> Listener:
 
 
 @pytest.fixture
-def broken() -> list[str]:
-    """The errors that ended the job."""
+def handled() -> list[Event]:
+    """The events that the job has handled."""
     return []
 
 
 @pytest.fixture
-def files(run_dir: RunDir, disk: Disk, listener: Listener, broken: list[str]) -> Iterator[RunFiles]:
+def files(
+    run_dir: RunDir, disk: Disk, listener: Listener, handled: list[Event]
+) -> Iterator[RunFiles]:
     made = RunFiles(
         run_dir,
         OPTIONS,
         cast(DescriptorReserve, Plenty()),
         cast(ParentProcess, listener),
-        broken.append,
+        DiskThread(),
+        handled.append,
     )
     yield made
     made.close()
+
+
+def handle_until(files: RunFiles, condition: Callable[[], object]) -> None:
+    """Handle what the disk's thread has done, as the loop does, until a condition holds."""
+    while not condition():
+        assert select.select([files.disk.reads], [], [], 60)[0]
+        files.disk.handle_results()
+
+
+def finish(files: RunFiles) -> None:
+    """Wait until the disk's thread has performed and reported everything."""
+    done: list[None] = []
+    files.disk.submit(lambda: None, done.append)
+    handle_until(files, lambda: done)
+
+
+def commit(files: RunFiles, handled: list[Event], step: int = 3) -> CheckpointEnded:
+    """Commit a checkpoint and return the event of its end."""
+    files.commit(replace(COMMIT, step=step), 2)
+    finish(files)
+    (ended,) = [event for event in handled if isinstance(event, CheckpointEnded)]
+    handled.clear()
+    return ended
+
+
+def summarize(files: RunFiles) -> Verdict:
+    """Write the summary of a job that is done, and return the verdict."""
+    verdicts: list[Verdict] = []
+    files.write_summary(DONE, 2, verdicts.append)
+    handle_until(files, lambda: verdicts)
+    return verdicts[0]
 
 
 def result(step: int) -> StepResult:
@@ -107,7 +149,7 @@ def recorded(run_dir: RunDir) -> list[int]:
 
 
 def test_rows_wait_on_a_full_disk_with_one_warning(
-    files: RunFiles, run_dir: RunDir, disk: Disk, listener: Listener, broken: list[str]
+    files: RunFiles, run_dir: RunDir, disk: Disk, listener: Listener, handled: list[Event]
 ) -> None:
     files.write_plan({"number": 1})
     files.add_step(result(1))
@@ -126,21 +168,102 @@ def test_rows_wait_on_a_full_disk_with_one_warning(
     assert recorded(run_dir) == [1, 2, 3, 4, 5, 6]
     assert len(listener.received) == 4
     assert '"number": 3' in run_dir.plan.read_text()
-    assert broken == []
+    assert handled == []
 
 
 def test_a_checkpoint_is_complete_only_after_the_rows_of_its_steps(
-    files: RunFiles, run_dir: RunDir, disk: Disk
+    files: RunFiles, run_dir: RunDir, disk: Disk, handled: list[Event]
 ) -> None:
     run_dir.checkpoints.partial(3).mkdir()
     disk.full = True
     files.add_step(result(3))
-    with pytest.raises(OSError, match="No space left"):
-        files.commit(COMMIT, 2)
+    assert "No space left" in commit(files, handled).error
     assert run_dir.checkpoints.paths() == []
     disk.full = False
-    assert files.commit(COMMIT, 2) == str(run_dir.checkpoints.at(3))
+    assert commit(files, handled) == CheckpointEnded(3, str(run_dir.checkpoints.at(3)))
     assert recorded(run_dir) == [3]
+
+
+class SlowRemoval:
+    """A disk that removes nothing before `go`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+        self._rmtree = shutil.rmtree
+        monkeypatch.setattr(shutil, "rmtree", self.rmtree)
+
+    def rmtree(self, path: Path, **options: Any) -> None:
+        self.begun.set()
+        assert self.go.wait(60)
+        self._rmtree(path, **options)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowRemoval]:
+    removal = SlowRemoval(monkeypatch)
+    yield removal
+    removal.go.set()
+
+
+def test_a_job_continues_while_an_old_checkpoint_is_removed_and_ends_after_it(
+    files: RunFiles, run_dir: RunDir, handled: list[Event], slow: SlowRemoval
+) -> None:
+    for step in (1, 2, 3):
+        run_dir.checkpoints.at(step).mkdir()
+    run_dir.checkpoints.partial(4).mkdir()
+    files.commit(replace(COMMIT, step=4), 2)
+    handle_until(files, lambda: handled)
+    assert slow.begun.wait(60)
+    files.add_step(result(5))
+    assert recorded(run_dir) == [5]
+    assert handled == [CheckpointEnded(4, str(run_dir.checkpoints.at(4)))]
+    verdicts: list[Verdict] = []
+    files.write_summary(DONE, 2, verdicts.append)
+    files.disk.handle_results()
+    assert verdicts == []
+    slow.go.set()
+    handle_until(files, lambda: verdicts)
+    assert run_dir.checkpoints.steps() == [3, 4]
+    assert run_record.read_summary(run_dir)["status"] == "done"
+
+
+def test_a_discarded_checkpoint_may_be_written_again_while_its_files_are_removed(
+    files: RunFiles, run_dir: RunDir, handled: list[Event], slow: SlowRemoval
+) -> None:
+    unfinished = run_dir.checkpoints.partial(3)
+    discards: tuple[Callable[[], None], ...] = (partial(files.discard, 3), files.remove_unfinished)
+    for discard in discards:
+        unfinished.mkdir()
+        (unfinished / "model").touch()
+        discard()
+        assert not unfinished.exists()
+        assert slow.begun.wait(60)
+        slow.begun.clear()
+        unfinished.mkdir()
+        slow.go.set()
+        finish(files)
+        assert [*run_dir.checkpoints.path.iterdir()] == [unfinished]
+        unfinished.rmdir()
+        slow.go.clear()
+    slow.go.set()
+    unfinished.mkdir()
+    assert commit(files, handled).path
+
+
+def test_a_checkpoint_that_is_being_completed_is_not_unfinished(
+    files: RunFiles, run_dir: RunDir, handled: list[Event], slow: SlowRemoval
+) -> None:
+    """A generation may begin before the thread has completed a checkpoint of the last one."""
+    for step in (2, 3):
+        run_dir.checkpoints.partial(step).mkdir()
+    files.discard(2)
+    assert slow.begun.wait(60)
+    files.commit(COMMIT, 2)
+    files.remove_unfinished()
+    slow.go.set()
+    finish(files)
+    assert handled == [CheckpointEnded(3, str(run_dir.checkpoints.at(3)))]
+    assert run_dir.checkpoints.steps() == [3]
 
 
 def test_a_job_with_a_missing_row_is_not_done(
@@ -149,11 +272,11 @@ def test_a_job_with_a_missing_row_is_not_done(
     disk.full = True
     files.add_step(result(3))
     listener.received.clear()
-    verdict = files.write_summary(DONE, 2)
+    verdict = summarize(files)
     assert (verdict.status, verdict.exit_status) == ("failed", 1)
     assert verdict.error == f"{run_dir.metrics}: cannot be written: No space left on device"
     disk.full = False
-    assert files.write_summary(DONE, 2) == DONE
+    assert summarize(files) == DONE
     assert run_record.read_summary(run_dir)["status"] == "done"
 
 
@@ -170,24 +293,24 @@ def test_a_lack_of_descriptors_for_the_rows_of_a_summary_is_not_their_defect(
         patched.setattr(os, "open", lacking)
         with pytest.raises(OSError, match="Too many open files"):
             rows.last(run_dir.metrics)
-    assert files.write_summary(DONE, 2) == DONE
+    assert summarize(files) == DONE
 
 
 def test_a_summary_whose_rows_became_a_pipe_fails_the_job(files: RunFiles, run_dir: RunDir) -> None:
     files.add_step(result(3))
     run_dir.metrics.unlink()
     os.mkfifo(run_dir.metrics)
-    verdict = files.write_summary(DONE, 2)
+    verdict = summarize(files)
     assert (verdict.status, verdict.exit_status) == ("failed", 1)
     assert verdict.error == f"{run_dir.metrics}: cannot be read: it is not a regular file"
 
 
 def test_a_plan_that_cannot_be_written_ends_the_job(
-    files: RunFiles, disk: Disk, broken: list[str]
+    files: RunFiles, disk: Disk, handled: list[Event]
 ) -> None:
     disk.full = True
     files.write_plan({})
-    assert len(broken) == 1
+    assert [type(event) for event in handled] == [EffectFailed]
 
 
 @pytest.mark.parametrize(("steps", "goes_on"), [(4, 3), (3, 3), (2, 0)])

@@ -17,7 +17,7 @@ from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.wire.lines import Restart, Warned
-from pipeworker.wire.messages.checkpoint import Copy, Restore, Saved
+from pipeworker.wire.messages.checkpoint import Copy, Restore, Save, Saved
 from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.presence import Failed, Welcome
 from pipeworker.wire.messages.step import Update
@@ -31,6 +31,7 @@ from support.coordinator import (
     of,
     replaceable_job,
     runs,
+    saves,
     updates,
 )
 
@@ -344,3 +345,57 @@ def test_the_peak_memory_covers_all_generations() -> None:
     job.done(0, 2, peak_memory=900)
     job.receive(Failed(1, Failure(Cause.INTERNAL, "no")))
     assert job.ended.peak_memory == (900, 700)
+
+
+def completing_job() -> ScriptedJob:
+    """Return a job that repeats step 2 while the checkpoint of that step is being completed."""
+    job = replaceable_job(snapshot_every=50, checkpoint_every="2").running()
+    for step in (1, 2):
+        job.step(step)
+    assert job.saved(2) == [commit(2)]
+    job.exited(1, -9)
+    job.start()
+    job.step(1)
+    return job
+
+
+def test_a_checkpoint_that_is_being_completed_is_not_written_again() -> None:
+    job = completing_job()
+    assert copies(job.step(2)) == []
+    job.checkpoint_committed(2)
+    job.step(3)
+    assert copies(job.step(4)) == [Copy(4, 0, save=True)] * 2
+
+
+def test_an_interrupt_waits_for_the_checkpoint_that_is_being_completed() -> None:
+    job = completing_job()
+    job.interrupt()
+    assert saves(job.step(2)) == []
+    assert job.state() is State.COMMITTING
+    job.checkpoint_committed(2)
+    assert job.ended.status == "interrupted"
+
+
+def test_a_step_is_saved_again_if_its_checkpoint_cannot_be_completed() -> None:
+    job = completing_job()
+    job.interrupt()
+    assert updates(job.step(2)) == []
+    effects = job.checkpoint_failed()
+    assert of(effects, Discard) == [Discard(2)]
+    assert [advance.next for advance in saves(effects)] == [Save(2, 0)] * 2
+    assert [update.step for update in updates(effects)] == [2, 2]
+    job.saved(2)
+    job.checkpoint_committed(2)
+    assert job.ended.status == "interrupted"
+
+
+def test_a_checkpoint_that_fails_after_the_end_of_the_job_is_discarded() -> None:
+    job = replaceable_job(checkpoint_every="2", max_restarts=0).running()
+    for step in (1, 2):
+        job.step(step)
+    job.saved(2)
+    job.exited(1, -9)
+    assert job.ended.status == "failed"
+    warning = Warned("the checkpoint of step 2 failed: no space left")
+    assert job.checkpoint_failed() == [Discard(2), warning]
+    assert job.checkpoint_committed(2) == []

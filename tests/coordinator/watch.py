@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pipeworker.coordinator.effects import Commit, Discard, Effect, Send
 from pipeworker.coordinator.events import CheckpointEnded, Event, MessageReceived
 from pipeworker.facts.step import StepResult
-from pipeworker.wire.lines import Restart, Verdict
+from pipeworker.wire.lines import Restart, Verdict, Warned
 from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
 from pipeworker.wire.messages.directions import Advance, Finish, Next
 from pipeworker.wire.messages.presence import Abort, Hello, Welcome
@@ -25,6 +25,7 @@ class Watch:
         rows: the last recorded step.
         lost: the value of `rows` when a worker was lost.
         updated: the last step whose update was sent in this generation.
+        completing: checkpoints that the service completes; their files must not be written again.
         parts: by checkpoint being written, the ranks that have written their part.
         tried: for each checkpoint that has ended, whether it is complete.
     """
@@ -42,12 +43,14 @@ class Watch:
     call: Call | None = None
     parts: dict[int, set[int]] = field(default_factory=dict)
     tried: list[bool] = field(default_factory=list)
+    completing: set[int] = field(default_factory=set)
     ended: bool = False
 
     def before(self, event: Event) -> None:
         """Note an event before the job handles it."""
-        if isinstance(event, CheckpointEnded) and not event.error:
-            self.tried.append(True)
+        if isinstance(event, CheckpointEnded):
+            self.completing.discard(event.step)
+            self.tried += [] if event.error else [True]
         if not isinstance(event, MessageReceived) or event.generation != self.number:
             return
         message = event.message
@@ -64,7 +67,8 @@ class Watch:
 
     def after(self, effects: list[Effect], ranks: int) -> None:
         """Check the effects of an event; `ranks` is the number of ranks after it."""
-        late = [e for e in effects if isinstance(e, Send) and isinstance(e.message, Abort)]
+        aborts = [e for e in effects if isinstance(e, Send) and isinstance(e.message, Abort)]
+        late = [*aborts, *of(effects, Discard), *of(effects, Warned)]
         assert not (self.ended and effects != late)  # late workers learn the reason
         for discarded in of(effects, Discard):
             self.parts.pop(discarded.step, None)
@@ -83,6 +87,7 @@ class Watch:
                     self.updated = restore.step if restore else 0
                 case Commit():
                     assert self.parts.pop(effect.step) == self.ranks
+                    self.completing.add(effect.step)
                 case Restart():
                     self._restart(effect, ranks)
         self._verdict(effects)
@@ -133,7 +138,7 @@ class Watch:
                 self.lost, self.call = 0, None
                 self.ran.clear()
         if isinstance(following, Save):
-            self.parts[following.step] = set()
+            self._saves(following.step)
         if copy is not None:
             self._copies(copy, following)
 
@@ -149,7 +154,11 @@ class Watch:
         assert beside.first == 0
         assert copy.step == self.updated
         if copy.save:
-            self.parts[copy.step] = set()
+            self._saves(copy.step)
+
+    def _saves(self, step: int) -> None:
+        assert step not in self.completing
+        self.parts[step] = set()
 
 
 def _bare(following: Next) -> Next:

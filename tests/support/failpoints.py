@@ -24,6 +24,7 @@ from typing import Any
 
 VARIABLE = "PIPEWORKER_TESTS_FAILPOINTS"
 """The environment variable that holds the folder."""
+_RELEASED = "released"
 STATUS = 7
 """The exit status of the fault ``exit``."""
 
@@ -55,6 +56,10 @@ class Failpoints:
             return None
         pid, when, count = str(note).split()
         return Triggered(int(pid), float(when), int(count))
+
+    def release(self) -> None:
+        """End the fault ``wait``."""
+        (self.folder / _RELEASED).touch()
 
     def clear(self) -> None:
         for path in self.folder.iterdir():
@@ -90,6 +95,15 @@ def at(place: str) -> None:
 
 def _signal(number: signal.Signals) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
+
+
+def _wait() -> None:
+    """Wait in this thread until the test releases it, as for a slow disk."""
+    while True:
+        with suppress(FileNotFoundError):
+            os.stat(_RELEASED, dir_fd=_folder)
+            return
+        time.sleep(0.02)
 
 
 def _fail() -> None:
@@ -129,6 +143,7 @@ FAULTS: dict[str, Callable[[], object]] = {
     "terminate": _signal(signal.SIGTERM),
     "exit": lambda: os._exit(STATUS),
     "raise": _fail,
+    "wait": _wait,
     "kill parent": lambda: os.kill(os.getppid(), signal.SIGKILL),
     **_COUNTS,
 }
@@ -243,7 +258,7 @@ def _in_coordinator() -> None:
     """
     from pipeworker.coordinator.io.parent import ParentProcess
     from pipeworker.coordinator.io.workers import WorkerConnections
-    from pipeworker.record import rundir
+    from pipeworker.record.checkpoint import folder
 
     def send_line(self: Any, event: Any) -> None:
         at(f"send {type(event).__name__}")
@@ -270,8 +285,8 @@ def _in_coordinator() -> None:
     for owner, name, replaced in (
         (ParentProcess, "send", send_line),
         (WorkerConnections, "send", send),
-        (rundir, "write_json", write_json),
-        (rundir.RunDir, "commit_checkpoint", commit),
+        (folder, "write_json", write_json),
+        (folder.CheckpointFolder, "commit", commit),
         (shutil, "rmtree", rmtree),
     ):
         originals.append(getattr(owner, name))

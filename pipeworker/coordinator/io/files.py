@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import logging
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeworker.coordinator.effects import Commit
+from pipeworker.coordinator.events import CheckpointEnded, EffectFailed, Event
+from pipeworker.coordinator.io.disk_thread import DiskThread
 from pipeworker.coordinator.io.parent import ParentProcess
 from pipeworker.errors import RecordError, UnreadableFile
 from pipeworker.facts.criterion import Criterion
@@ -40,16 +43,19 @@ log = logging.getLogger("pipeworker.coordinator")
 class RunFiles:
     """The files of a run, written by its coordinator, which warns its parent of errors.
 
-    If rows or the plan cannot be written, `failed` ends the job with the error. A full disk does
-    not end it: there may be room again before a checkpoint is due.
+    If rows or the plan cannot be written, the job ends: `handle` is called with the event. A full
+    disk does not end it: there may be room again before a checkpoint is due. Checkpoints are
+    completed and removed by the thread of the `disk`, in the order of the calls.
     """
 
     run_dir: RunDir
     options: Options
     descriptors: DescriptorReserve
     parent: ParentProcess
-    failed: Callable[[str], None]
+    disk: DiskThread
+    handle: Callable[[Event], None]
     _warned: set[Path] = field(default_factory=set)  # files of which it is known: the disk is full
+    _completing: set[int] = field(default_factory=set)  # steps of checkpoints
     _extras: ExtraFormats | None = None
     _rows: dict[Path, Rows] = field(init=False)
 
@@ -108,13 +114,12 @@ class RunFiles:
         """Append a row of an evaluation pass."""
         self._append(self.run_dir.evaluation, {"step": evaluation.step, **evaluation.row()})
 
-    def commit(self, commit: Commit, stages: int) -> str:
-        """Complete a checkpoint after the rows of its steps are on disk, and return its path.
+    def commit(self, commit: Commit, stages: int) -> None:
+        """Complete a checkpoint after the rows of its steps are on disk, then remove old ones.
 
-        Raises:
-            OSError: it cannot be written.
-            ValueError: a file differs from what its worker reported.
+        `CheckpointEnded` reports its path, or why it cannot be completed.
         """
+        step, checkpoints, all_rows = commit.step, self.run_dir.checkpoints, [*self._rows.values()]
         scaler = dataclasses.asdict(commit.scaler) if commit.scaler else None
         evaluation = commit.evaluation
         manifest = Manifest(
@@ -127,33 +132,74 @@ class RunFiles:
             {"step": evaluation.step, **evaluation.row()} if evaluation else None,
             commit.epoch,
         )
-        for rows in self._rows.values():
-            rows.sync()
-        self.descriptors.run(lambda: self.run_dir.checkpoints.commit(manifest))
-        return located(self.run_dir.checkpoints.at(commit.step))
 
-    def write_summary(self, verdict: Verdict, stages: int) -> Verdict:
-        """Write ``summary.json``; return the verdict, failed if that or a row cannot be written."""
-        for path, rows in self._rows.items():
-            if (text := _error_of(path, rows.sync)) and verdict.status == "done":
-                verdict = _failed(verdict, text)
-        write = partial(write_summary, self.run_dir, verdict, stages, self.options.best)
-        text = _error_of(self.run_dir.summary, partial(self.descriptors.run, write))
-        if text and verdict.status == "done":
-            return _failed(verdict, text)
-        if text:
-            self.parent.send(Warned(text))
-        return verdict
+        def complete() -> CheckpointEnded:
+            try:
+                for rows in all_rows:
+                    rows.sync()
+                self.descriptors.run(lambda: checkpoints.commit(manifest))
+            except (OSError, ValueError) as error:  # a file differs from what its worker reported
+                return _not_completed(step, error)
+            return CheckpointEnded(step, located(checkpoints.at(step)))
 
-    def remove_old_checkpoints(self) -> None:
+        def ended(event: CheckpointEnded) -> None:
+            self._completing.discard(step)
+            if event.path:
+                self._remove_old_checkpoints()  # the end of the job waits for that too
+            self.handle(event)
+
+        try:
+            for rows in all_rows:
+                rows.flush()
+        except OSError as error:
+            self.handle(_not_completed(step, error))
+        else:
+            self._completing.add(step)
+            self.disk.submit(complete, ended)
+
+    def write_summary(self, verdict: Verdict, stages: int, end: Callable[[Verdict], None]) -> None:
+        """Write ``summary.json`` once all checkpoints are completed and removed, then call `end`.
+
+        The verdict that it is called with has failed if the summary or a row cannot be written.
+        """
+        files = [*self._rows.items()]
+        texts = [_error_of(path, rows.flush) for path, rows in files]
+
+        def write() -> tuple[Verdict, str]:
+            texts.extend(_error_of(path, rows.sync) for path, rows in files)
+            ended = _failed_by(verdict, *texts)
+            summarize = partial(write_summary, self.run_dir, ended, stages, self.options.best)
+            return ended, _error_of(self.run_dir.summary, partial(self.descriptors.run, summarize))
+
+        def written(result: tuple[Verdict, str]) -> None:
+            ended, text = result
+            for error in filter(None, [*texts, text]):
+                log.error("%s", error)
+            if text and ended.status != "done":
+                self.parent.send(Warned(text))
+            end(_failed_by(ended, text))
+
+        self.disk.submit(write, written)
+
+    def discard(self, step: int) -> None:
+        """Remove a checkpoint that will not be complete; its step can be saved again at once."""
+        with suppress(OSError):
+            path = self.run_dir.checkpoints.set_aside(step)
+            self.disk.submit(partial(shutil.rmtree, path, ignore_errors=True), lambda _: None)
+
+    def remove_unfinished(self) -> None:
+        """Remove checkpoints that workers of earlier generations have begun."""
+        checkpoints = self.run_dir.checkpoints
+        with suppress(OSError):
+            for step in {*checkpoints.unfinished()} - self._completing:
+                self.discard(step)
+        self._remove("an unfinished checkpoint", checkpoints.remove_set_aside)
+
+    def _remove_old_checkpoints(self) -> None:
         """Remove checkpoints beyond those to keep; failing to do so does not end the job."""
         criterion = Criterion.parse(self.options.best)
         prune = partial(self.run_dir.checkpoints.prune, self.options.keep, criterion)
         self._remove("an old checkpoint", prune)
-
-    def remove_unfinished(self) -> None:
-        """Remove checkpoints that workers of earlier generations have begun."""
-        self._remove("an unfinished checkpoint", self.run_dir.checkpoints.remove_leftovers)
 
     def _open_rows(self, path: Path) -> None:
         self._rows[path] = Rows(path)
@@ -184,16 +230,20 @@ class RunFiles:
             text = record_error(path, error)
             if not consequence or error.errno not in _DISK_FULL:
                 log.error("%s", text)
-                self.failed(text)
+                self.handle(EffectFailed(text))
             elif path not in self._warned:
                 self._warned.add(path)
                 self.warn(f"{text}; {consequence}")
 
     def _remove(self, what: str, remove: Callable[[], None]) -> None:
-        try:
-            remove()
-        except OSError as error:
-            self.warn(located(f"{what}: cannot be removed: {error}"))
+        def attempt() -> str:
+            try:
+                remove()
+            except OSError as error:
+                return located(f"{what}: cannot be removed: {error}")
+            return ""
+
+        self.disk.submit(attempt, lambda text: self.warn(text) if text else None)
 
     def warn(self, text: str, *, note: bool = False) -> None:
         """Log a warning and send it to the parent."""
@@ -216,12 +266,20 @@ def _error_of(path: Path, write: Callable[[], None]) -> str:
         text = record_error(path, error)
     else:
         return ""
-    log.error("%s", text)
     return text
 
 
-def _failed(verdict: Verdict, text: str) -> Verdict:
+def _failed_by(verdict: Verdict, *texts: str) -> Verdict:
+    """Return the verdict, or that of a job which has failed by the first error, if it was done."""
+    text = next(filter(None, texts), "")
+    if not text or verdict.status != "done":
+        return verdict
     return dataclasses.replace(verdict, status="failed", exit_status=1, error=text)
+
+
+def _not_completed(step: int, error: Exception) -> CheckpointEnded:
+    text = located(f"cannot complete the checkpoint: {error}")
+    return CheckpointEnded(step, error=text)
 
 
 class LogFile(logging.FileHandler):

@@ -185,6 +185,10 @@ class Snapshots:
                 self._written[part.step] = writing.state
         return writing
 
+    def is_completing(self, step: int) -> bool:
+        """Return whether all parts of a checkpoint are written, and it is not yet complete."""
+        return step in self._written
+
     def checkpoint_ended(self, step: int, path: str) -> bool:
         """Record that a checkpoint is complete at `path`, or failed if that is empty.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -19,10 +20,11 @@ from pipeworker.record.checkpoint.manifest import (
 )
 from pipeworker.record.files.atomic_file import remove, sync_folder, write_json
 
-_LEFTOVERS = (".step-*.partial", ".*.gone")
+_GONE = ".*.gone"
 _REPLACED = ".replaced"
 """The end of the hidden name of a checkpoint whose step is saved again, until that is complete."""
 _STEP = re.compile(r"step-(\d{8,19})", re.ASCII)
+_PARTIAL = re.compile(r"\.step-(\d{8,19})\.partial", re.ASCII)
 
 
 class CheckpointFolder:
@@ -59,7 +61,7 @@ class CheckpointFolder:
             sync_folder(partial)
             complete = self.at(manifest.step)
             replaced = complete.with_name(f".{complete.name}{_REPLACED}")
-            if complete.exists():  # a loop of the user's own may save a step again
+            if replaces := complete.exists():  # a loop of the user's own may save a step again
                 complete.rename(replaced)
             try:
                 partial.rename(complete)
@@ -69,7 +71,8 @@ class CheckpointFolder:
             os.fsync(handle)
         finally:
             os.close(handle)
-        shutil.rmtree(replaced, ignore_errors=True)
+        if replaces:
+            shutil.rmtree(replaced, ignore_errors=True)
 
     def restore_replaced(self) -> None:
         """Restore checkpoints whose replacement was not completed; remove all others replaced."""
@@ -80,22 +83,42 @@ class CheckpointFolder:
             else:
                 path.rename(complete)
 
-    def discard(self, step: int) -> None:
-        """Remove the files of a checkpoint that will not be complete."""
-        shutil.rmtree(self.partial(step), ignore_errors=True)
+    def set_aside(self, step: int) -> Path:
+        """Rename the folder of a checkpoint that will not be complete; return its path.
+
+        That takes no time, and workers may then write a checkpoint of this step again. The caller,
+        or :meth:`remove_set_aside`, removes the files.
+
+        Raises:
+            OSError: there is none, or it cannot be renamed.
+        """
+        partial = self.partial(step)
+        return partial.rename(partial.with_name(f"{partial.name}.{secrets.token_hex(4)}.gone"))
+
+    def remove_set_aside(self) -> None:
+        """Remove what was set aside, or left by a process that ended while it removed it."""
+        for path in self.path.glob(_GONE):
+            remove(path)
 
     def remove_leftovers(self) -> None:
         """Remove what processes left that ended while they wrote or removed a checkpoint."""
         self.restore_replaced()
-        for pattern in _LEFTOVERS:
-            for path in self.path.glob(pattern):
-                remove(path)
+        for step in self.unfinished():
+            remove(self.partial(step))
+        self.remove_set_aside()
+
+    def unfinished(self) -> list[int]:
+        """Return the steps of the checkpoints that are being written, or never will be complete."""
+        return sorted(self._named(_PARTIAL))
 
     def paths(self) -> list[Path]:
         """Return the folders named like complete checkpoints, the oldest first."""
+        return [path for _, path in sorted(self._named(_STEP).items())]
+
+    def _named(self, pattern: re.Pattern[str]) -> dict[int, Path]:
+        """Return the entries whose names have this pattern, by step."""
         entries = self.path.iterdir() if self.path.is_dir() else ()
-        found = {int(m[1]): path for path in entries if (m := _STEP.fullmatch(path.name))}
-        return [path for _, path in sorted(found.items())]
+        return {int(m[1]): path for path in entries if (m := pattern.fullmatch(path.name))}
 
     def last_step(self) -> int:
         """Return the step of the newest checkpoint, or -1 if there is none."""

@@ -63,8 +63,10 @@ class Rows:
             self._pending.popleft()
 
     def sync(self) -> None:
-        """Flush all rows to disk; raises as :meth:`add`."""
-        self.flush()
+        """Flush the rows that are written, but not the pending ones, to disk.
+
+        Another thread may add rows meanwhile.
+        """
         os.fsync(self._file)
 
     def close(self) -> None:

@@ -52,7 +52,9 @@ def test_rows_that_a_full_disk_refuses_are_written_later(
             file.add({"step": step})
         assert path.read_text() == '{"step": 1}\n'
     room[0] = 1000
-    file.sync()
+    file.sync()  # on another thread, which must not write rows
+    assert path.read_text() == '{"step": 1}\n'
+    file.flush()
     file.add({"step": 4})
     assert [row["step"] for row in rows.read(path)] == [1, 2, 3, 4]
     path.unlink()

@@ -1,0 +1,68 @@
+"""How long rank 0 waits for the verdict of its coordinator."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from pipeworker.job.options import Options
+from pipeworker.ranks import coordinator_process
+from pipeworker.ranks.coordinator_process import CoordinatorProcess
+from pipeworker.record.rundir import RunDir
+from pipeworker.runs.begin import PreparedRun
+from pipeworker.timings import DEFAULT
+from pipeworker.wire.lines import Bound, FromCoordinator, KeepAlive, Verdict
+
+DONE = Verdict("done", 0, 3, 1.0, (0,), 0.5, None)
+
+
+class SlowCoordinator:
+    """A coordinator that keeps alive for five times the limit before its verdict.
+
+    Each of its lines takes three quarters of the limit, by a clock of its own, and arrives after
+    rank 0 has looked at that clock once more.
+    """
+
+    pid = 7
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.lines: list[FromCoordinator] = [Bound("tcp://host:1"), *[KeepAlive(3.0)] * 7, DONE]
+        self._looks = threading.Semaphore(0)
+
+    def monotonic(self) -> float:
+        if threading.current_thread() is threading.main_thread():
+            self._looks.release()
+        return self.now
+
+    def receive(self) -> tuple[list[FromCoordinator], bool]:
+        line = self.lines.pop(0)
+        if not isinstance(line, Bound):
+            assert self._looks.acquire(timeout=60)
+            self.now += 0.75 * DEFAULT.verdict
+        return [line], bool(self.lines)
+
+    def send(self, line: object) -> None: ...
+
+    def close_input(self) -> None: ...
+
+    def wait(self, seconds: float) -> int:
+        return 0
+
+
+def test_a_coordinator_that_waits_for_the_disk_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, shown = SlowCoordinator(), list[FromCoordinator]()
+    monkeypatch.setattr(coordinator_process, "start_coordinator", lambda: slow)
+    monkeypatch.setattr(coordinator_process, "time", slow)
+    options, closed = Options("job.py", 1, 1), list[Any]()
+    run = SimpleNamespace(options=options, run_dir=RunDir(tmp_path), close=closed.append)
+    process = CoordinatorProcess(cast(PreparedRun, run), "token", "host", shown.append)
+    assert process.finish(0) == 0
+    assert slow.now > 5 * DEFAULT.verdict
+    assert (shown[-1], closed) == (DONE, [DONE])
