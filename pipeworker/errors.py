@@ -80,6 +80,10 @@ class RecordError(PipeworkerError):
         super().__init__(f"{path}: cannot be written: {reason}")
 
 
+class SnapshotLost(PipeworkerError):
+    """A snapshot that is not in memory; the job continues from an older state."""
+
+
 class ProtocolError(PipeworkerError):
     """A message between processes that is not valid in this version."""
 

@@ -95,6 +95,28 @@ def test_a_lost_coordinator_is_replaced(jobs: Jobs, quiet: Run) -> None:
     assert not any(folder.exists() for folder in left)
 
 
+def test_a_coordinator_lost_behind_a_stopped_launcher_is_replaced(jobs: Jobs) -> None:
+    """The launcher has not read of the last snapshots: the one of which it has is still there."""
+    endless = gated(JOB.replace("range(6)", "range(400)"), when="_ == 390")
+    process, path = jobs.start(
+        "--stages", "2", "--microbatches", "1", "--snapshot-every", "1", source=endless
+    )
+    rows = path / "metrics.jsonl"
+    until(lambda: rows.exists() and rows.read_text().count("\n") > 3)
+    process.send_signal(signal.SIGSTOP)
+    stopped = rows.read_text().count("\n")
+    until(lambda: rows.read_text().count("\n") >= 380)
+    _kill_coordinator(jobs)
+    (jobs.folder / "go").touch()
+    process.send_signal(signal.SIGCONT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    (resumed,) = re.findall(r"the coordinator was killed; resumed after step (\d+), ", stderr)
+    assert stopped < int(resumed) < 380
+    run = Run(0, "", stderr, path)
+    assert [row["step"] for row in run.metrics] == [*range(1, 401)]
+
+
 LIMITED = """
     import fcntl
     import os

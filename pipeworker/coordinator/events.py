@@ -76,6 +76,13 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
+class ParentReads:
+    """Whether the next line to the coordinator's parent is sent at once; at first it is."""
+
+    reads: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ParentLost:
     """The coordinator's parent, the worker of this rank or a launcher (-1), ended or is silent."""
 
@@ -91,5 +98,5 @@ class EffectFailed:
 
 
 _FromWorkers = MessageReceived | InvalidFrame | VersionMismatch | Disconnected
-_FromService = CheckpointEnded | PlanMade | Moved | Tick | EffectFailed
+_FromService = CheckpointEnded | PlanMade | Moved | Tick | ParentReads | EffectFailed
 Event = _FromWorkers | _FromService | JobEvent | ParentLost

@@ -25,7 +25,7 @@ from pipeworker.coordinator.steps.call_loop import CallLoop
 from pipeworker.coordinator.steps.evaluations import Evaluations
 from pipeworker.coordinator.steps.loop import FileLoop
 from pipeworker.coordinator.steps.progress import Progress, Start
-from pipeworker.coordinator.steps.snapshots import JobState, Snapshots
+from pipeworker.coordinator.steps.snapshots import JobState, Snapshots, snapshot_line
 from pipeworker.facts.criterion import Criterion
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.job.options import Options
@@ -34,7 +34,6 @@ from pipeworker.plan.text import name_of
 from pipeworker.timings import DEFAULT, Timings
 from pipeworker.wire import lines
 from pipeworker.wire.lines import CannotStart, Restart, Warned, WorkerExited
-from pipeworker.wire.messages.checkpoint import Restore
 from pipeworker.wire.messages.presence import Hello
 
 SLOTS = 2
@@ -93,6 +92,7 @@ class Job:
         evaluations = Evaluations(Criterion.parse(options.best))
         self.progress = Progress(
             saved_at=started,
+            has_run=bool(start.causes) and start.recorded > options.resume_step,
             recorded=start.recorded,
             saved=start.saved,
             evaluations=evaluations,
@@ -154,7 +154,7 @@ class Job:
         effects = self._dispatch(event, now)
         last, end = self.snapshots.last, self.generation.end
         if last and last is not before:  # reported before its predecessor is overwritten
-            effects = [_snapshot_line(*last), *effects]
+            effects = [snapshot_line(*last), *effects]
         if end is None:
             effects += self._report_recovery(now)
             if isinstance(event, events.Tick):
@@ -165,6 +165,9 @@ class Job:
                 return [*effects, *self._restart([], text, now)]
             return effects
         if self._pending_end is not None:
+            if end != self._pending_end and end.failure:
+                text = with_location(end.failure)
+                effects.append(Warned(f"step {self.progress.steps} is not saved: {text}"))
             end = self._pending_end
         elif isinstance(end, JobEnd) and self._is_worth_saving(end):
             return self._save_first(end, effects, now)
@@ -174,8 +177,11 @@ class Job:
             cannot_start, room = False, -1
             if isinstance(event, CannotStart):
                 cannot_start, room = True, event.capacity // self._options.replicas
-            refusal = "" if cannot_start else self._restarts.refusal(end.failure, now)
-            early = self.generation.last_state in BEFORE_STEPS
+            # A lost snapshot belongs to the restart from it, and is not restored a second time.
+            falls_back = before is not None and end.failure.cause is Cause.SNAPSHOT
+            is_free = cannot_start or falls_back
+            refusal = "" if is_free else self._restarts.refusal(end.failure, now)
+            early = self.generation.last_state in BEFORE_STEPS and not falls_back
             fewer = self._elastic.shrink(now, cannot_start=cannot_start, early=early, room=room)
             if fewer or not (refusal or cannot_start):
                 cause = with_location(end.failure)
@@ -234,6 +240,9 @@ class Job:
                 return generation.plan_made(event)
             case events.CheckpointEnded():
                 return generation.checkpoint_ended(event, now)
+            case events.ParentReads():
+                self.snapshots.parent_reads(event.reads)
+                return []
             case events.ParentLost():
                 failure = Failure(Cause.LOST, event.text)
                 if event.rank < 0:
@@ -407,8 +416,3 @@ class Job:
             layers=self._layers,
             launched=self._launched,
         )
-
-
-def _snapshot_line(state: JobState, restore: Restore) -> lines.Snapshot:
-    scaler = state.scaler or LossScaler(0.0)
-    return lines.Snapshot(state.step, restore.slot, restore.ranks, scaler.scale, scaler.good_steps)

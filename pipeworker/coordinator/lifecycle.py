@@ -58,6 +58,8 @@ class State(Enum):
 
 SAVES = (State.SAVING, State.COMMITTING)
 """States in which the job waits for a checkpoint."""
+_LOSSES = (Cause.LOST, Cause.HUNG, Cause.PEER, Cause.SNAPSHOT, Cause.TRANSIENT)
+"""Causes that need not occur again."""
 BEFORE_STEPS = (State.JOINING, State.MEASURING, State.PLANNING, State.BUILDING)
 """States in which no step has begun."""
 
@@ -298,7 +300,9 @@ class Lifecycle:
 
     def _ended_by(self, failure: Failure) -> list[Effect]:
         """End the generation by a worker's failure, or by its loss."""
-        if failure.cause in (Cause.LOST, Cause.HUNG, Cause.PEER, Cause.TRANSIENT):
+        if failure.cause is Cause.SNAPSHOT:
+            self.snapshots.last = None  # the next generation begins with a checkpoint
+        if failure.cause in _LOSSES:
             return self.over(Lost(self._named(failure)))
         return self.fail(failure)
 

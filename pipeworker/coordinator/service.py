@@ -93,7 +93,7 @@ class Service:
             socket, self._handle, lambda: self._job.generation.number, self._timings.redial
         )
         self._plans = PlanThread()
-        self._interrupted = False
+        self._parent_reads, self._interrupted = True, False
         self._watched_until = self._next_look = 0.0
         self._verdict: lines.Verdict | None = None
 
@@ -175,6 +175,14 @@ class Service:
         self._interrupted = True
 
     def _handle(self, event: events.Event) -> None:
+        """Handle an event and perform its effects.
+
+        The first one may be the line of a snapshot, so the job learns before whether the parent
+        reads it.
+        """
+        if self._parent.has_room is not self._parent_reads:
+            self._parent_reads = not self._parent_reads
+            self._job.handle(events.ParentReads(self._parent_reads), time.monotonic())
         for effect in self._job.handle(event, time.monotonic()):
             self._perform(effect)
 
@@ -221,11 +229,10 @@ class Service:
                 log.info("%s", effect.text)
             case effects.Dropped():
                 self._workers.log_dropped(effect.text)
-            case lines.Joined() | lines.Planned() | lines.Restart() | lines.Snapshot():
+            case lines.Joined() | lines.Planned() | lines.Restart():
                 self._parent.send(effect)
-            case lines.Activity():
-                if not self._parent.pending:  # else it does not read at present
-                    self._parent.send(effect)
+            case lines.Snapshot() | lines.Activity():
+                self._parent.send(effect)
             case lines.Warned():
                 self._files.warn(effect.text, note=effect.note)
             case effects.WritePlan():

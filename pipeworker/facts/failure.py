@@ -41,6 +41,8 @@ class Cause(Enum):
     """A process ended unexpectedly."""
     HUNG = "hung"
     """A process stopped answering."""
+    SNAPSHOT = "snapshot"
+    """The snapshot that a worker was to restore is not in memory."""
     TRANSIENT = "transient"
     """The user's code raised an exception that the job file declares as `transient`."""
     INTERNAL = "internal"

@@ -19,7 +19,14 @@ import torch
 from torch import nn
 
 import pipeworker
-from pipeworker.errors import NoTerminalError, PeerLost, PipeworkerError, SkipError, UsageError
+from pipeworker.errors import (
+    NoTerminalError,
+    PeerLost,
+    PipeworkerError,
+    SkipError,
+    SnapshotLost,
+    UsageError,
+)
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.limits import MOST_STATUSES
 from pipeworker.facts.position import Position
@@ -175,6 +182,8 @@ def failure_of(
             message, shown = f"{error}{advice}", user_traceback(error.error)
         case PeerLost():
             cause = Cause.PEER
+        case SnapshotLost():
+            cause = Cause.SNAPSHOT
         case UsageError() if not (isinstance(error, SkipError) and error.in_step):
             cause = Cause.USAGE
         case PipeworkerError():

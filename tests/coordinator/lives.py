@@ -16,6 +16,7 @@ from pipeworker.coordinator.events import (
     Event,
     MessageReceived,
     ParentLost,
+    ParentReads,
 )
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Position
@@ -337,6 +338,7 @@ HARMLESS: st.SearchStrategy[Happening] = st.one_of(
     st.builds(MessageReceived, st.sampled_from([b"unknown", b""]), st.just(NUMBER), MESSAGES),
     st.builds(Stolen, st.integers(0, 9), RANKS),
     st.builds(CheckpointEnded, st.just(99)),
+    st.builds(ParentReads, st.booleans()),
     st.builds(Disconnected, st.just(b"unknown")),
 )
 FAILING: st.SearchStrategy[Happening] = st.builds(Full, RANKS, st.integers(1, 3))

@@ -271,6 +271,19 @@ def test_a_resumed_run_has_usage_errors_before_its_own_first_step() -> None:
     assert job.ended.is_usage_error
 
 
+@pytest.mark.parametrize("cause", [Cause.USAGE, Cause.USER])
+def test_steps_of_an_earlier_coordinator_are_steps_of_the_run(cause: Cause) -> None:
+    start = Start(recorded=7, causes=("the coordinator was killed",))
+    job = ScriptedJob(2, start=start)
+    job.join()
+    job.describe()
+    assert mistake(job, cause).ended.exit_status == 1
+    resumed = ScriptedJob(2, start=start, resume_step=7)
+    resumed.join()
+    resumed.describe()
+    assert mistake(resumed, cause).ended.exit_status == 2
+
+
 @pytest.mark.parametrize("status", [0, 1, 3])
 def test_a_job_file_that_exits_keeps_its_message_and_status(status: int) -> None:
     job = ScriptedJob(2)

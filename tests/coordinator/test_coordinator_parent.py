@@ -11,7 +11,16 @@ import pytest
 
 from pipeworker.coordinator.io import parent
 from pipeworker.coordinator.io.parent import ParentProcess
-from pipeworker.wire.lines import Verdict, Warned, encode
+from pipeworker.facts.step import Evaluation, StepResult
+from pipeworker.wire.lines import (
+    Activity,
+    Buffer,
+    FromCoordinator,
+    Snapshot,
+    Verdict,
+    Warned,
+    encode,
+)
 
 VERDICT = Verdict("failed", 1, 3, 1.0, (0, 0), 0.5, "the launcher has not answered for 3 s")
 ROOM = 1 << 16
@@ -38,6 +47,10 @@ def pipes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipes]:
             os.close(descriptor)
 
 
+def result(step: int) -> StepResult:
+    return StepResult(step, 0.5, 8, 0.1, 80.0, 1.0, 0.1, 0.5, 0, None)
+
+
 def ended() -> ParentProcess:
     """Return a parent to which more was sent than a pipe holds, the verdict last."""
     ends = ParentProcess()
@@ -57,6 +70,68 @@ def test_the_verdict_waits_for_a_suspended_parent(pipes: Pipes) -> None:
             received += os.read(pipes.output, ROOM)
         finishing.result()
     assert not ends.pending
+
+
+def lines_of(data: bytes) -> list[FromCoordinator]:
+    return Buffer[FromCoordinator](FromCoordinator).feed(data)
+
+
+def read_all(pipes: Pipes, ends: ParentProcess) -> list[FromCoordinator]:
+    """Read all output, as a parent does that was suspended."""
+    received = b""
+    while ends.pending:
+        received += os.read(pipes.output, ROOM)
+        ends.flush()
+    return lines_of(received + os.read(pipes.output, ROOM))
+
+
+def test_only_activity_and_steps_are_left_out_while_the_parent_does_not_read(pipes: Pipes) -> None:
+    ends = ParentProcess()
+    ends.send(Warned("w" * 2 * ROOM))
+    assert ends.pending
+    sent: list[FromCoordinator] = []
+    for step in range(1, 3000):
+        sent += [result(step), Activity((step,)), Evaluation(step, 0.5)]
+    sent += [Snapshot(3000, 0, 2), VERDICT]
+    for event in sent:
+        ends.send(event)
+    _, *received = read_all(pipes, ends)
+    steps = [event.step for event in received if isinstance(event, StepResult)]
+    assert steps == [*range(1, 1 + len(steps))]
+    assert 500 < len(steps) < 600  # every second one of a thousand lines
+    assert [event for event in received if not isinstance(event, StepResult)] == [
+        event for event in sent if not isinstance(event, StepResult | Activity)
+    ]
+    ends.send(Activity((1,)))
+    assert lines_of(os.read(pipes.output, ROOM)) == [Activity((1,))]
+
+
+def test_waiting_lines_are_not_copied_with_each_further_line(
+    pipes: Pipes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends, tried = ended(), list[int]()
+
+    def write(handle: int, data: bytes) -> int:
+        tried.append(len(data))
+        raise BlockingIOError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", write)
+        for _ in range(5):
+            ends.send(Warned("w" * ROOM))
+    assert len(tried) == 5
+    assert max(tried) < 2 * ROOM
+
+
+def test_there_is_room_for_a_line_until_the_pipe_is_full(pipes: Pipes) -> None:
+    ends, line = ParentProcess(), Snapshot(1, 0, 2)
+    while ends.has_room:
+        ends.send(line)
+        assert not ends.pending
+    ends.send(Warned("w" * ROOM))
+    assert not ends.has_room
+    read_all(pipes, ends)
+    assert ends.has_room
 
 
 def test_nothing_waits_for_a_parent_that_has_ended(pipes: Pipes) -> None:

@@ -399,3 +399,64 @@ def test_a_checkpoint_that_fails_after_the_end_of_the_job_is_discarded() -> None
     warning = Warned("the checkpoint of step 2 failed: no space left")
     assert job.checkpoint_failed() == [Discard(2), warning]
     assert job.checkpoint_committed(2) == []
+
+
+# A snapshot that is not in memory.
+
+
+def lost_snapshot(job: ScriptedJob) -> list[Effect]:
+    """Let a worker of the present generation report that it cannot restore its snapshot."""
+    job.join()
+    job.describe()
+    return job.receive(Failed(1, Failure(Cause.SNAPSHOT, "the snapshot is lost")))
+
+
+def test_without_its_snapshot_a_job_continues_from_the_newest_checkpoint() -> None:
+    """That is no further loss, and there is one warning."""
+    job = replaceable_job(checkpoint_every="2", max_restarts=1, min_stages=1).running()
+    for step in (1, 2, 3):
+        job.step(step)
+    job.saved(2)
+    job.checkpoint_committed(2)
+    job.step(4)
+    job.exited(1, -9)
+    assert len(of(lost_snapshot(job), Restart)) == 1
+    job.start()
+    on_disk = Restore(2, "checkpoints/2")
+    assert restores(job) == [None, Restore(3, slot=0, ranks=2), on_disk]
+    text = f"{KILLED}; the snapshot is lost (stage 1); resumed after step 2, 2 steps repeated"
+    (warned,) = of(job.effects, Warned)
+    assert warned.text.startswith(text)
+    assert not of(job.exited(1, -9), Restart)
+    assert (job.ended.status, job.ended.exit_status) == ("failed", 1)
+
+
+def test_without_any_checkpoint_it_begins_again() -> None:
+    job = replaceable_job().running()
+    job.step(1)
+    job.step(2)
+    job.exited(1, -9)
+    lost_snapshot(job)
+    job.join()
+    assert restores(job) == [None, Restore(1, slot=0, ranks=2), None]
+
+
+def test_a_snapshot_that_was_not_there_is_an_ordinary_loss() -> None:
+    """It cannot restart the job again and again."""
+    job = replaceable_job(max_restarts=1)
+    assert of(lost_snapshot(job), Restart)
+    assert not of(lost_snapshot(job), Restart)
+    assert (job.ended.status, job.ended.exit_status) == ("failed", 1)
+
+
+def test_a_snapshot_that_cannot_be_saved_is_reported() -> None:
+    job = replaceable_job().running()
+    for step in (1, 2):
+        job.step(step)
+    job.receive(Failed(1, Failure(Cause.USER, "a layer raised")))
+    lost_snapshot(job)
+    assert [warned.text for warned in of(job.effects, Warned)] == [
+        "the job failed; step 1 is saved before it ends",
+        "step 1 is not saved: the snapshot is lost (stage 1)",
+    ]
+    assert (job.ended.exit_status, job.ended.error) == (1, "a layer raised\n  stage 1")

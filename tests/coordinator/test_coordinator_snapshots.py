@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeworker.coordinator.effects import Send
+from pipeworker.coordinator.events import ParentReads
 from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.steps.snapshots import BUDGET, LACKED_MEMORY, JobState, Snapshots
 from pipeworker.wire.lines import Snapshot, Warned
@@ -337,3 +338,34 @@ def test_a_snapshot_is_reported_before_its_predecessor_is_overwritten() -> None:
                     assert copy.slot not in reported
                     assert copy.step == step
         assert step == 1 or list(reported.values()) == [step - 1]
+
+
+def test_the_snapshot_that_a_suspended_launcher_knows_is_not_overwritten() -> None:
+    """The line about the next one would wait until the launcher reads."""
+    job = replaceable_job(checkpoint_every="4").running()
+    assert [copied(job, step) for step in (1, 2)] == [Copy(1, 0), Copy(2, 1)]
+    job.handle(ParentReads(False))
+    assert [copied(job, step) for step in (3, 4, 5)] == [None] * 3
+    assert of(job.effects, Snapshot) == [Snapshot(1, 0, 2), Snapshot(2, 1, 2)]
+    job.handle(ParentReads(True))
+    assert copied(job, 6) == Copy(6, 0)
+    assert copied(job, 7) == Copy(7, 1)
+
+
+def test_a_suspended_launcher_that_knows_no_snapshot_learns_of_the_first_one() -> None:
+    job = replaceable_job().running()
+    job.handle(ParentReads(False))
+    assert copied(job, 1) == Copy(1, 0)
+    assert copied(job, 2) == Copy(2, 1)
+    assert [copied(job, step) for step in (3, 4, 5)] == [None] * 3
+    assert of(job.effects, Snapshot)[:1] == [Snapshot(1, 0, 2)]
+
+
+def test_the_last_checkpoint_may_overwrite_the_snapshot_that_a_suspended_launcher_knows() -> None:
+    job = replaceable_job(steps=4).running()
+    for step in (1, 2):
+        job.step(step)
+    job.handle(ParentReads(False))
+    for step in (3, 4):
+        job.step(step)
+    assert [advance.next for advance in saves(job.effects)] == [Save(4, 0)] * 2

@@ -12,7 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from pipeworker.errors import NoTerminalError, PeerLost, PipeworkerError, SkipError, UsageError
+from pipeworker.errors import (
+    NoTerminalError,
+    PeerLost,
+    PipeworkerError,
+    SkipError,
+    SnapshotLost,
+    UsageError,
+)
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
 from pipeworker.host.position import Tracker
@@ -55,6 +62,7 @@ def raised_by(
         (in_step(SkipError("popped twice")), 3, Cause.USER, "popped twice"),
         (NoTerminalError("line 3"), 3, Cause.USAGE, "line 3"),
         (PeerLost("closed"), 3, Cause.PEER, "closed"),
+        (SnapshotLost("it is lost"), 3, Cause.SNAPSHOT, "it is lost"),
         (PipeworkerError("a set cannot pass"), 3, Cause.USER, "a set cannot pass"),
         (ValueError("no"), 3, Cause.INTERNAL, "a defect in pipeworker: ValueError: no"),
         (KeyError(), 3, Cause.INTERNAL, "a defect in pipeworker: KeyError"),

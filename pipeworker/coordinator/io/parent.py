@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import os
 import select
+from collections import deque
 from collections.abc import Iterator
 
+from pipeworker.facts.step import StepResult
 from pipeworker.wire import lines
-from pipeworker.wire.lines import FromCoordinator, JobEvent, KeepAlive
+from pipeworker.wire.lines import Activity, FromCoordinator, JobEvent, KeepAlive
 
 INPUT, OUTPUT = 0, 1
+_MAX_WAITING = 1 << 10
+"""Lines that may wait for the parent; steps beyond them are left out."""
 
 
 class ParentProcess:
@@ -26,7 +30,7 @@ class ParentProcess:
         self.reads, self.writes = INPUT, OUTPUT
         self.gone = False
         self._input: lines.Buffer[JobEvent | KeepAlive] = lines.Buffer(JobEvent | KeepAlive)
-        self._output = b""
+        self._output: deque[bytes] = deque()
         self._last_heard: float | None = None
         self._patience = 0.0
         os.set_blocking(OUTPUT, False)
@@ -36,20 +40,36 @@ class ParentProcess:
         """Whether output waits to be read by the parent."""
         return bool(self._output)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the next line, if it is not longer than ``PIPE_BUF``, does not wait."""
+        return not self._output and bool(select.select([], [OUTPUT], [], 0)[1])
+
     def send(self, event: FromCoordinator) -> None:
-        """Send a line as soon as the parent reads; drop it if the parent has ended."""
-        self._output += lines.encode(event)
-        self.flush()
+        """Send a line as soon as the parent reads; drop it if the parent has ended.
+
+        If the parent does not read at present, an `Activity` is left out, and so are the results of
+        steps after many lines.
+        """
+        most = {Activity: 0, StepResult: _MAX_WAITING}.get(type(event))
+        if most is None or len(self._output) <= most:
+            self._output.append(lines.encode(event))
+            self.flush()
 
     def flush(self) -> None:
         """Write as much output as the pipe takes now."""
         try:
             while self._output:
-                self._output = self._output[os.write(OUTPUT, self._output) :]
+                line = self._output[0]
+                written = os.write(OUTPUT, line)
+                if written < len(line):
+                    self._output[0] = line[written:]
+                else:
+                    self._output.popleft()
         except BlockingIOError:
             return
         except BrokenPipeError:
-            self._output = b""
+            self._output.clear()
 
     def drain(self) -> None:
         """Wait until the parent has read all output or has ended.

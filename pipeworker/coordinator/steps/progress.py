@@ -54,6 +54,7 @@ class Progress:
     Attributes:
         steps: the last completed step.
         attempts: generations begun.
+        has_run: whether an earlier coordinator has completed a step of the run.
         recorded: the last step whose row is recorded; a step that is repeated after a loss gives
             the same row, which is not recorded again.
         evaluated: the last step whose evaluation is recorded; -1 if there is none.
@@ -76,6 +77,7 @@ class Progress:
     scaler: LossScaler | None = None
     evaluation: Evaluation | None = None
     attempts: int = 0
+    has_run: bool = False
     recorded: int = 0
     evaluated: int = -1
     evaluations: Evaluations = field(default_factory=lambda: Evaluations(Criterion("loss")))
@@ -100,8 +102,8 @@ class Progress:
 
     @property
     def started(self) -> bool:
-        """Whether a step was completed since this process started or resumed the run."""
-        return self._completed > 0
+        """Whether a step was completed since the run was started or resumed."""
+        return self.has_run or self._completed > 0
 
     @property
     def bubble(self) -> float:

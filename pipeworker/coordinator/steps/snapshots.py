@@ -3,7 +3,8 @@
 Between two updates weights and optimizer state do not change, so a worker copies them while the
 next step runs. A copy is a *snapshot* once it is complete on all workers. It goes into a slot, the
 same one on all workers: with two slots, the last snapshot stays until the next one is complete. A
-slot that is being written to disk is not overwritten either.
+slot that is being written to disk is not overwritten either, nor the last snapshot that the
+coordinator's parent knows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.facts.step import Evaluation
+from pipeworker.wire import lines
 from pipeworker.wire.messages.checkpoint import Restore, Saved
 from pipeworker.wire.messages.step import StepDone
 
@@ -81,6 +83,7 @@ class Snapshots:
     writing: dict[int, Writing] = field(default_factory=dict)
     _written: dict[int, JobState] = field(default_factory=dict)
     _copying: dict[int, JobState] = field(default_factory=dict)
+    _known: int | None = None  # the slot that the parent knows, -1 if none, while it does not read
     _warned: bool = False
     _costs: deque[float] = field(default_factory=lambda: deque(maxlen=_COSTS))
 
@@ -123,9 +126,18 @@ class Snapshots:
 
     @property
     def _unwritten(self) -> list[int]:
-        """The replaceable slots that are not being written to disk."""
-        written = {writing.slot for writing in self.writing.values()}
-        return [slot for slot in self._replaceable if slot not in written]
+        """The replaceable slots that are not being written to disk, and not the `_known` one."""
+        kept = {self._known, *(writing.slot for writing in self.writing.values())}
+        return [slot for slot in self._replaceable if slot not in kept]
+
+    def parent_reads(self, reads: bool) -> None:
+        """Keep the snapshot that the parent knows until it reads again.
+
+        If the coordinator is lost, the parent starts another one with the last snapshot of which it
+        has read. A checkpoint for which training waits may overwrite it.
+        """
+        known = self.last[1].slot if self.last else -1
+        self._known = None if reads else known
 
     def is_due(self, step: int, seconds: float) -> bool:
         """Return whether the state after `step`, which took `seconds`, is to be copied."""
@@ -163,6 +175,7 @@ class Snapshots:
         self._costs.append(max(d.snapshot_seconds for d in done) * max(1.0, len(done) / self.cores))
         if self.slots > 1:
             self.last = state, Restore(state.step, slot=slot, ranks=ranks or len(done))
+            self._known = slot if self._known == -1 else self._known
         return warnings
 
     def begin_write(self, state: JobState, slot: int, ranks: int) -> None:
@@ -212,3 +225,9 @@ class Snapshots:
         self.writing.clear()
         self._copying.clear()
         return steps
+
+
+def snapshot_line(state: JobState, restore: Restore) -> lines.Snapshot:
+    """Return what another coordinator needs to continue from a snapshot."""
+    scaler = state.scaler or LossScaler(0.0)
+    return lines.Snapshot(state.step, restore.slot, restore.ranks, scaler.scale, scaler.good_steps)

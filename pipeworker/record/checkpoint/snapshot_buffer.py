@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipeworker.errors import PipeworkerError
+from pipeworker.errors import SnapshotLost
 from pipeworker.record.checkpoint.frozen_weights import frozen_name
 from pipeworker.record.checkpoint.json_state import Tensors
 from pipeworker.record.checkpoint.manifest import WorkerFiles
@@ -188,13 +188,11 @@ def snapshot_files(memory: SnapshotMemory, step: int, ranks: int) -> WorkerFiles
     a host that no longer has this rank may keep what it had before the job shrank.
 
     Raises:
-        PipeworkerError: the snapshot is incomplete, of another step or of other workers.
+        SnapshotLost: the snapshot is incomplete, of another step or of other workers.
     """
     files = WorkerFiles(*memory.paths)
     plain = files.state.read_bytes()
     content = json.loads(plain) if plain else {}
     if (content.get("step"), content.get("ranks")) != (step, ranks):
-        raise PipeworkerError(
-            f"the snapshot of step {step} in memory is lost: resume from disk with --resume"
-        )
+        raise SnapshotLost(f"the snapshot of step {step} in memory is lost")
     return files

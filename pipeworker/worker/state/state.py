@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from pipeworker.errors import PipeworkerError
+from pipeworker.errors import PipeworkerError, SnapshotLost
 from pipeworker.facts.position import Phase
 from pipeworker.plan.placement import Placement
 from pipeworker.record.checkpoint.checkpoint import Checkpoint
@@ -124,10 +124,7 @@ class MemorySnapshots:
         with suppress(PipeworkerError, KeyError):
             return self._on_this_host(rank, restore)
         if not self._settings.mirrored:
-            raise PipeworkerError(
-                f"the snapshot of step {restore.step} in memory is lost; resume from disk with "
-                "--resume"
-            )
+            raise SnapshotLost(f"the snapshot of step {restore.step} in memory is lost")
         fetched = fetch_snapshot(rank, restore.slot, *self._access())
         self._fetched.callback(fetched.close)
         return snapshot_files(fetched, restore.step, restore.ranks)

@@ -17,7 +17,7 @@ from itertools import compress
 import torch
 from torch import nn
 
-from pipeworker.errors import PipeworkerError, UsageError
+from pipeworker.errors import SnapshotLost, UsageError
 from pipeworker.worker.internals import buffers_of, version_of
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.transport.channel import Receiver, Sender
@@ -172,7 +172,7 @@ class Reduction:
             The files that this replica received; None if it has its own.
 
         Raises:
-            PipeworkerError: no replica has the state.
+            SnapshotLost: no replica has the state.
         """
         for sender in self._senders.values():
             sender.begin(None)
@@ -184,10 +184,7 @@ class Reduction:
             receiver.release(0)
         source = min((replica for replica, has in has_state.items() if has), default=None)
         if source is None:
-            raise PipeworkerError(
-                f"stage {self._stage.index}: no replica has its state in memory; resume from disk "
-                "with --resume"
-            )
+            raise SnapshotLost(f"no replica has the state of stage {self._stage.index} in memory")
         if own_files is None:
             files = [file.clone() for file in self._receivers[source].receive(1)]
             self._receivers[source].release(1)

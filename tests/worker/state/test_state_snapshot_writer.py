@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeworker.errors import PipeworkerError
+from pipeworker.errors import SnapshotLost
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.host import cgroups, lifetime
 from pipeworker.record.checkpoint.frozen_weights import header_of
@@ -154,15 +154,13 @@ def test_a_snapshot_in_memory_is_that_of_its_step_or_rejected(
     layer_writer.copy(2, 1)
     shard = snapshot_files(layer_writer.memories[0], 1, 1)
     assert torch.equal(TensorFile(shard.model)["0.weight"], layer_writer.layer.weight)
-    with pytest.raises(
-        PipeworkerError, match="the snapshot of step 1 in memory is lost: resume from"
-    ):
+    with pytest.raises(SnapshotLost, match="the snapshot of step 1 in memory is lost"):
         snapshot_files(layer_writer.memories[1], 1, 1)
     monkeypatch.setattr(
         SnapshotBuffer, "commit", lambda self, step: None
     )  # the worker dies before that
     layer_writer.copy(3, 0)
-    with pytest.raises(PipeworkerError, match="the snapshot of step 1 in memory is lost"):
+    with pytest.raises(SnapshotLost, match="the snapshot of step 1 in memory is lost"):
         snapshot_files(layer_writer.memories[0], 1, 1)
     snapshot_files(layer_writer.memories[1], 2, 1)
 
@@ -173,7 +171,7 @@ def test_a_part_of_a_generation_with_other_workers_is_rejected(layer_writer: Wri
     Its layers are others than those of the rank's present part.
     """
     layer_writer.copy(4, 0)
-    with pytest.raises(PipeworkerError, match="the snapshot of step 4 in memory is lost"):
+    with pytest.raises(SnapshotLost, match="the snapshot of step 4 in memory is lost"):
         snapshot_files(layer_writer.memories[0], 4, 2)
     snapshot_files(layer_writer.memories[0], 4, 1)
 
