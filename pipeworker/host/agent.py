@@ -25,7 +25,7 @@ from typing_extensions import assert_never
 from pipeworker.environment import facts, timings
 from pipeworker.host.data_readers import DataReaders, ReaderLink, ReadingClock
 from pipeworker.host.descriptors import check_available, check_tasks, raise_limit
-from pipeworker.host.lifetime import die_with_parent, kill_group
+from pipeworker.host.lifetime import die_with_parent, is_parent_stopped, kill_group
 from pipeworker.host.position import Tracker
 from pipeworker.host.session_watcher import SessionWatcher, share_sockets_folder
 from pipeworker.host.signals import SignalSocket
@@ -103,7 +103,9 @@ class Agent:
                     if not data:
                         break
                 elif timeout and now - received_at > timeout:
-                    break
+                    if not is_parent_stopped():
+                        break
+                    received_at = clock.now()
                 if self._signals.fileno() in ready:
                     for number in set(self._signals.read()) & self._notifications.keys():
                         _send(self._notifications[number])

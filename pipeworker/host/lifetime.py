@@ -44,6 +44,15 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
             os._exit(1)
 
 
+def is_parent_stopped() -> bool:
+    """Return whether this process's parent is stopped, as a launcher is by Ctrl-Z (Linux)."""
+    try:
+        state = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state in ("T", "t")
+
+
 def kill_group(pid: int) -> None:
     """Kill the process group of a worker: the worker and the processes it started."""
     with suppress(ProcessLookupError):  # all of them have ended

@@ -16,6 +16,7 @@ from pipeworker.wire.lines import (
     Activity,
     Buffer,
     FromCoordinator,
+    KeepAlive,
     Snapshot,
     Verdict,
     Warned,
@@ -140,3 +141,17 @@ def test_nothing_waits_for_a_parent_that_has_ended(pipes: Pipes) -> None:
     pipes.input = -1
     ends.drain()
     assert ends.gone
+
+
+def test_a_silent_parent_is_lost_unless_the_user_has_stopped_it(
+    pipes: Pipes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent_process = ParentProcess()
+    assert parent_process.exceeded_silence(100.0) is None  # it has sent no timeout yet
+    os.write(pipes.input, encode(KeepAlive(3.0)))
+    assert [*parent_process.receive(100.0)] == []
+    monkeypatch.setattr(parent, "is_parent_stopped", lambda: True)
+    assert parent_process.exceeded_silence(104.0) is None
+    monkeypatch.setattr(parent, "is_parent_stopped", lambda: False)
+    assert parent_process.exceeded_silence(106.0) is None  # since it was last stopped
+    assert parent_process.exceeded_silence(107.5) == 3.0

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from pipeworker.facts.step import StepResult
+from pipeworker.host.lifetime import is_parent_stopped
 from pipeworker.wire import lines
 from pipeworker.wire.lines import Activity, FromCoordinator, JobEvent, KeepAlive
 
@@ -95,6 +96,13 @@ class ParentProcess:
                 yield event
 
     def exceeded_silence(self, now: float) -> float | None:
-        """Return the silence timeout in seconds of a parent that exceeds it at `now`, or None."""
-        silent = self._last_heard is not None and now - self._last_heard > self._patience
-        return self._patience if silent else None
+        """Return the silence timeout in seconds of a parent that exceeds it at `now`, or None.
+
+        A parent that the user has stopped does not exceed it: the job trains on.
+        """
+        if self._last_heard is None or now - self._last_heard <= self._patience:
+            return None
+        if is_parent_stopped():
+            self._last_heard = now
+            return None
+        return self._patience

@@ -163,9 +163,5 @@ def remove_checkpoint(path: Path) -> None:
     Raises:
         OSError: it cannot be removed.
     """
-    shutil.rmtree(path.rename(_renamed_for_removal(path)) if path.name[0] != "." else path)
-
-
-def _renamed_for_removal(checkpoint: Path) -> Path:
-    """Return the name of a checkpoint while it is being removed."""
-    return checkpoint.with_name(f".{checkpoint.name}.gone")
+    hidden = path if path.name[0] == "." else path.rename(path.with_name(f".{path.name}.gone"))
+    shutil.rmtree(hidden)
