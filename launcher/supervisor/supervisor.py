@@ -53,6 +53,7 @@ class Supervisor:
         self._agents = [AgentState.of(agent, self._patience, now=0.0) for agent in agents]
         self._forks = Forks(options, token, cores)
         self._coordinator: SilenceTimer | None = None
+        self._began: float | None = None  # when the first coordinator was started
         self._endpoint = ""  # of the coordinator, once this host has reached it
         self._restarts = RestartPolicy(options.max_restarts)  # of the coordinator
         self._causes: list[str] = []  # of all restarts
@@ -162,6 +163,7 @@ class Supervisor:
 
     def _start_coordinator(self, now: float) -> None:
         self._coordinator = SilenceTimer("the coordinator", self._patience, now)
+        self._began = now if self._began is None else self._began
         configuration = lines.Configuration(
             self._options.to_json(),
             self._run_dir,
@@ -171,6 +173,7 @@ class Supervisor:
             slots=self._forks.slots,
             snapshot=self._snapshot,
             causes=tuple(self._causes),
+            elapsed=now - self._began,
         )
         self._effects.append(effects.StartCoordinator(configuration))
 

@@ -82,7 +82,7 @@ class Job:
         cores: int = 1,
     ) -> None:
         self._options, self._run_dir, self._timings = options, run_dir, timings
-        self._started = started
+        self._started = started - start.elapsed
         least = options.min_stages or options.stages
         self._elastic = ElasticPolicy(options.stages, least, timings.grow)
         limit = options.max_restarts if replaceable else 0

@@ -326,7 +326,7 @@ def read_start(configuration: Configuration, options: Options, run_dir: RunDir) 
         OSError: the system does not let it be read.
     """
     causes = configuration.causes
-    start = Start(causes=causes)
+    start = Start(causes=causes, elapsed=configuration.elapsed)
     saved = run_dir.checkpoints.last_step() if causes else -1
     path = options.resume and located(run_dir.checkpoints.at(options.resume_step))
     if saved > options.resume_step:  # the one that the run began with may be deleted by now
@@ -337,7 +337,9 @@ def read_start(configuration: Configuration, options: Options, run_dir: RunDir) 
         scaler = LossScaler(**found.scaler) if found.scaler and fp16 else None
         state = JobState(step, scaler, epoch=found.epoch)
         on_disk = state, Restore(step, path)
-        start = Start(on_disk, None, found.layers.prefixes, step, saved=step, causes=causes)
+        start = replace(
+            start, on_disk=on_disk, layers=found.layers.prefixes, recorded=step, saved=step
+        )
     evaluations = {row["step"]: Evaluation.of(row) for row in rows.read(run_dir.evaluation)}
     checkpoints = frozenset(run_dir.checkpoints.steps())
     start = replace(start, evaluations=(*evaluations.values(),), checkpoints=checkpoints)

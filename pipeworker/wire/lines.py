@@ -62,6 +62,7 @@ class Configuration:
         slots: snapshot memories per worker; more than one if lost workers are replaced.
         snapshot: the one that the job resumes from after its coordinator was lost.
         causes: the causes of the losses so far.
+        elapsed: seconds since the first coordinator of the job was started.
     """
 
     options: str
@@ -73,6 +74,7 @@ class Configuration:
     slots: int = 1
     snapshot: Snapshot | None = None
     causes: tuple[str, ...] = ()
+    elapsed: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,18 @@ def test_a_run_resumes_after_its_checkpoint() -> None:
     assert job.ended.causes == ()
 
 
+def test_the_seconds_of_a_job_count_from_its_first_coordinator() -> None:
+    """Another one, which was lost, had run for a while."""
+    seconds = []
+    for elapsed in (0.0, 7.5):
+        job = ScriptedJob(2, steps=1, start=Start(elapsed=elapsed)).running()
+        job.step(1)
+        job.saved()
+        job.checkpoint_committed()
+        seconds.append(job.ended.seconds)
+    assert seconds[1] == seconds[0] + 7.5
+
+
 def test_a_resumed_run_without_steps_left_ends_after_building() -> None:
     """Its checkpoint exists."""
     job = ScriptedJob(2, steps=7, start=resumed())

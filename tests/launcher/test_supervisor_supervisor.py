@@ -223,11 +223,13 @@ def test_a_restart_with_fewer_stages_forks_as_many() -> None:
 def test_a_killed_coordinator_is_replaced_and_told_of_the_last_snapshot() -> None:
     job = Scripted().running()
     job.coordinator(Snapshot(4, 0, 2))
+    job.now += 7.5
     found = job.handle(events.CoordinatorEnded())
     assert [type(effect) for effect in found] == [effects.EndCoordinator, effects.StartCoordinator]
     configuration = of(found, effects.StartCoordinator)[0].configuration
     assert (configuration.generation, configuration.snapshot) == (2, Snapshot(4, 0, 2))
     assert configuration.causes == ("the coordinator was killed",)
+    assert configuration.elapsed == 7.5
     assert forks(job.bound()) == [(0, 0), (0, 1)]
 
 

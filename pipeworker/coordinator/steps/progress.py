@@ -31,6 +31,7 @@ class Start:
         evaluations: the evaluation passes that are recorded.
         checkpoints: the steps of all complete checkpoints.
         causes: the causes of all restarts so far.
+        elapsed: seconds since the start of the job.
         facts: the facts that the run was planned from; None if there are none.
         known: facts of layers of earlier jobs, by digest.
     """
@@ -43,6 +44,7 @@ class Start:
     checkpoints: frozenset[int] = frozenset()
     saved: int = -1
     causes: tuple[str, ...] = ()
+    elapsed: float = 0.0
     facts: NetworkFacts | None = None
     known: Mapping[str, LayerFacts] = field(default_factory=dict)
 
