@@ -41,7 +41,8 @@ def cancel(run: str) -> str:
         except PipeworkerError as error:  # it may be installed here, and not set up
             unasked.append(str(error).partition("\n")[0])
     advice = listed(path) or "give the directory of a running job"
-    more = f" ({'; '.join(unasked)})" if unasked else ""
+    # Their errors say nothing about a job that ran here.
+    more = f" ({'; '.join(unasked)})" if unasked and not run_dir.run.exists() else ""
     raise UsageError(f"{run}: no job is running there; {advice}{more}")
 
 

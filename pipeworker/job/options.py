@@ -30,6 +30,7 @@ DATA_READERS = ("every", "first")
 PRECISIONS = ("fp32", "bf16", "fp16")
 MAX_STAGES = 1 << 16
 MAX_REPLICAS = 1 << 8  # each is connected to each other
+MAX_THREADS = 1 << 12  # more than any host has cores
 MAX_MICROBATCHES = 1 << 20  # that messages can speak of
 EPOCH = "epoch"
 """A value for a number of steps: at each end of the data."""
@@ -47,7 +48,8 @@ _RANGES: dict[str, tuple[int, int]] = {
     "microbatches": (1, MAX_MICROBATCHES),
     "replicas": (1, MAX_REPLICAS),
     **dict.fromkeys(("seed", "max_restarts"), (0, _MOST)),
-    **dict.fromkeys(("threads", "accumulate", "keep", "steps", "epochs"), (1, _MOST)),
+    "threads": (1, MAX_THREADS),
+    **dict.fromkeys(("accumulate", "keep", "steps", "epochs"), (1, _MOST)),
     **dict.fromkeys(("evaluate_every", "snapshot_every", "patience"), (1, _MOST)),
     "metrics_port": (1, (1 << 16) - 1),
 }
@@ -179,7 +181,7 @@ class Options:
                     option = f"--{name} {getattr(self, name)}"
                     raise UsageError(f"{option}: no evaluation is requested; add --evaluate-every")
         if not self.init_strict and self.init_from is None:
-            raise UsageError("--no-init-strict: no file is given; add --init-from")
+            raise UsageError("--init-partial: no file is given; add --init-from")
         Interval.parse(self.checkpoint_every)
         if self.min_stages is not None and not 1 <= self.min_stages <= self.stages:
             raise UsageError(

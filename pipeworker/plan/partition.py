@@ -116,8 +116,8 @@ def check_entries(balance: tuple[int, ...], stages: int) -> None:
         raise UsageError(_not_a_balance(repr(shown)))
     if len(balance) != stages:
         raise UsageError(
-            f"--balance {shown}: is for {len(balance)} stages, but there are {stages}; write one "
-            "number for each stage"
+            f"--balance {shown}: is for {len(balance)} stage{'s' * (len(balance) > 1)}, but there "
+            f"are {stages}; write one number for each stage"
         )
 
 

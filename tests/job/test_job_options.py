@@ -48,7 +48,7 @@ def test_steps_that_are_followed_by_an_evaluation(every: Any, steps: list[int]) 
         balance=st.none() | st.tuples(positive, positive),
         clip_grad_norm=st.none() | st.floats(1e-6, 1e6),
         seed=st.integers(0, 2**63 - 1),
-        threads=positive,
+        threads=st.integers(1, 4096),
         worker_timeout=st.floats(0.1, 1e6),
     )
 )
@@ -64,6 +64,7 @@ def test_json_round_trip(made: Options) -> None:
         ("microbatches", -1, "--microbatches -1: must be 1 or more"),
         ("microbatches", 2**20 + 1, "--microbatches 1048577: must be 1048576 or less"),
         ("threads", 0, "--threads 0: must be 1 or more"),
+        ("threads", 9999, "--threads 9999: must be 4096 or less"),
         ("seed", -1, "--seed -1: must be 0 or more"),
         ("keep", 0, "--keep 0: must be 1 or more"),
         *(
@@ -81,7 +82,7 @@ def test_json_round_trip(made: Options) -> None:
         ("patience", 3, "--patience 3: no evaluation is requested; add --evaluate-every"),
         ("best", "a", "--best a: no evaluation is requested; add --evaluate-every"),
         ("evaluate_every", "step", "--evaluate-every step: must be a number of steps, or epoch"),
-        ("init_strict", False, "--no-init-strict: no file is given; add --init-from"),
+        ("init_strict", False, "--init-partial: no file is given; add --init-from"),
         ("clip_grad_norm", 0.0, "--clip-grad-norm 0.0: must be greater than 0"),
         ("clip_grad_norm", float("nan"), "--clip-grad-norm nan: must be greater than 0"),
         ("worker_timeout", 0.0, "--worker-timeout 0.0: must be greater than 0"),
@@ -146,8 +147,8 @@ def test_a_balance_is_checked_equally_from_every_source(how: str) -> None:
         with pytest.raises(UsageError) as caught:
             given_as(how, balance)
         assert str(caught.value) == (
-            f"--balance {shown}: is for {len(balance)} stages, but there are 2; write one "
-            "number for each stage"
+            f"--balance {shown}: is for {len(balance)} stage{'s' * (len(balance) > 1)}, but there "
+            "are 2; write one number for each stage"
         )
 
 
