@@ -108,6 +108,31 @@ SLEEPING = """
 """
 
 
+READING = (
+    JOB
+    + """
+    read = data
+
+    def data():
+        import time
+
+        for batch in read():
+            time.sleep(0.3)
+            yield batch
+"""
+)
+
+
+def test_all_workers_wait_for_a_slow_data(jobs: Jobs) -> None:
+    words = ("--stages", "3", "--microbatches", "8", "--steps", "4", "--trace")
+    run = jobs.train(*words, source=READING)
+    found = json.loads(jobs.pipeworker("report", str(run.path), "--json").stdout)
+    assert found["advice"]["text"].startswith("data() takes ")
+    idle = [worker["idle"] for worker in found["workers"]]
+    assert [max(causes, key=causes.__getitem__) for causes in idle] == ["data"] * 3
+    assert all(0 < causes["data"] <= idle[0]["data"] for causes in idle)
+
+
 def median_step(run: Run) -> float:
     return float(statistics.median(row["seconds"] for row in run.metrics[2:]))
 

@@ -3,8 +3,10 @@
 A step begins for all workers when the first of them receives its command, and ends when the first
 of them receives the next one. What a worker waited is explained by the simulation that planned the
 schedule: with the measured costs spread evenly over the stages its idle time is what the schedule
-costs (*fill and drain*); what the stages' own costs add is *imbalance*. A *transfer* is the time
-from a send to the end of its receive, and what sends themselves take.
+costs (*fill and drain*); what the stages' own costs add is *imbalance*. Of a longer wait, as much
+is *data* as ``data()`` delayed the first stage, and as much of the rest is *coordinator* as the
+first stage received its command after the worker did. A *transfer* is the time from a send to the
+end of its receive, and what sends themselves take unless the channel is full.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from pipeworker.errors import ScheduleError
-from pipeworker.plan.actions import COMPUTE, RECEIVES, REPLICAS, SENDS, Edge, Kind, edge_of
+from pipeworker.plan.actions import COMPUTE, RECEIVES, REPLICAS, SENDS, Kind
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.schedule import Schedule
 from pipeworker.plan.simulate import Costs, Timing, simulate
 from pipeworker.trace.recorder import UPDATE
 from pipeworker.trace.timeline import LAST, Command, WorkerLife
+from pipeworker.trace.waits import Waits
 
 FILL_DRAIN, IMBALANCE, TRANSFER, DATA = "fill_drain", "imbalance", "transfer", "data"
 COORDINATOR, CHECKPOINT, RECOVERY, OTHER = "coordinator", "checkpoint", "recovery", "other"
@@ -173,20 +176,18 @@ def breakdown(
     total = suspended
     for one in chosen:
         total += one.end - one.begin
-        sent = _sent(one)
-        last = max(command.answered or 0.0 for command in one.commands)
+        waits = Waits.of(one.lives, one.commands)
+        last = min(one.end, max(command.answered or 0.0 for command in one.commands))
         for place, (life, command) in enumerate(zip(one.lives, one.commands, strict=True)):
             time = workers.setdefault(life.rank, WorkerTime(life.rank, life.stages, life.replica))
-            known, waited = _measured(time, one, command, sent[life.replica], last)
-            outside = command.received - one.begin + max(0.0, one.end - last)
+            known, waited, for_replicas = _measured(time, life, command, waits)
+            waited += waits.behind(life, command, last)
+            outside = command.received - one.begin + one.end - last
             time.idle[between] += outside
             known += outside
-            schedule, imbalance = explained.idle(one, place)
-            fill = min(waited, schedule)
-            rest = min(waited - fill, imbalance)
-            time.idle[FILL_DRAIN] += fill
-            time.idle[IMBALANCE] += rest
-            time.idle[OTHER] += one.end - one.begin - known - fill - rest
+            simulated, delays = explained.idle(one, place), waits.delays(life, command)
+            known += _explain(time, waited, for_replicas, simulated, delays, between)
+            time.idle[OTHER] += one.end - one.begin - known
     for time in workers.values():
         time.idle[OTHER] += suspended
     shown = {life.generation for one in chosen for life in one.lives}
@@ -200,41 +201,30 @@ def breakdown(
     return Breakdown(total, numbers, found, suspended)
 
 
-Sent = dict[tuple[Edge, int], float]
-"""When the send of each frame began."""
-
-
-def _sent(one: MiniBatch) -> dict[int, Sent]:
-    """Return when each frame was sent, by replica."""
-    found: dict[int, Sent] = defaultdict(dict)
-    for life, command in zip(one.lives, one.commands, strict=True):
-        for action, begin, _ in command.actions:
-            if action.kind in SENDS:
-                found[life.replica][edge_of(action), action.microbatch] = begin
-    return found
-
-
 def _measured(
-    time: WorkerTime, one: MiniBatch, command: Command, sent: Sent, last: float
-) -> tuple[float, float]:
-    """Add what a worker did in a mini-batch, the last worker of which had finished at `last`.
+    time: WorkerTime, life: WorkerLife, command: Command, waits: Waits
+) -> tuple[float, float, float]:
+    """Add what a worker did in a mini-batch.
 
-    Return the seconds that are explained so far, and those that it waited for other workers.
+    Return its seconds, and those in which the actions waited for workers of the same replica, and
+    of others.
     """
-    idle, waited, known = time.idle, 0.0, 0.0
+    idle, known, waited, for_replicas = time.idle, 0.0, 0.0, 0.0
     for name, begin, end in command.spans:
         known += end - begin
         if name == UPDATE:
             time.optimizer += end - begin
         else:
             idle[CHECKPOINT] += end - begin
-    for action, begin, ended in command.actions:
-        took = (ended or begin) - begin
-        kind = action.kind
-        if kind in RECEIVES:
-            arrival = sent.get((edge_of(action), action.microbatch), begin)
-            wait = min(max(0.0, arrival - begin), took)
+    for span in command.actions:
+        kind, took = span.action.kind, (span.end or span.begin) - span.begin
+        if kind in RECEIVES or kind in SENDS:
+            wait = waits.within(life, span)
             waited += wait
+            took -= wait
+        elif kind in REPLICAS:
+            wait = waits.within(life, span)
+            for_replicas += wait
             took -= wait
         known += took
         if kind is Kind.FORWARD:
@@ -249,8 +239,41 @@ def _measured(
             idle[TRANSFER] += took
         else:
             known -= took
-    waited += max(0.0, last - (command.answered or last))
-    return known, waited
+    return known, waited, for_replicas
+
+
+def _explain(
+    time: WorkerTime,
+    waited: float,
+    for_replicas: float,
+    simulated: tuple[float, float],
+    delays: tuple[float, float],
+    between: str,
+) -> float:
+    """Add what a worker waited in a mini-batch, by cause; return the seconds that have one.
+
+    Args:
+        time: the seconds of the worker so far.
+        waited: for workers of its replica.
+        for_replicas: for those of others, which is data or else a transfer.
+        simulated: the idle seconds with even costs, and with those measured.
+        delays: those of :meth:`Waits.delays`.
+        between: the cause of the second of them.
+    """
+    (even, own), (by_data, by_command), idle = simulated, delays, time.idle
+    longer = max(0.0, waited - own)
+    data = min(longer, by_data)
+    late = min(longer - data, by_command)
+    left = waited - data - late
+    fill = min(left, even)
+    imbalance = min(left - fill, max(0.0, own - even))
+    of_replicas = min(for_replicas, by_data - data)
+    idle[FILL_DRAIN] += fill
+    idle[IMBALANCE] += imbalance
+    idle[DATA] += data + of_replicas
+    idle[TRANSFER] += for_replicas - of_replicas
+    idle[between] += late
+    return fill + imbalance + data + for_replicas + late
 
 
 class _Explained:
@@ -264,7 +287,7 @@ class _Explained:
         self._timings: dict[Schedule, tuple[Timing, Timing] | None] = {}
 
     def idle(self, one: MiniBatch, place: int) -> tuple[float, float]:
-        """Return the idle seconds of a worker by the schedule, and by the imbalance of stages."""
+        """Return the idle seconds of a worker with even costs, and with those measured."""
         replica = one.lives[place].replica
         schedule, worker = schedule_of(one, replica), 0
         for life in one.lives[:place]:
@@ -281,7 +304,7 @@ class _Explained:
         if found is None:
             return 0.0, 0.0
         even, own = (sum(timing.idle[worker].values()) for timing in found)
-        return even, max(0.0, own - even)
+        return even, own
 
 
 def schedule_of(one: MiniBatch, replica: int = 0) -> Schedule:

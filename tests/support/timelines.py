@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from pipeworker.plan.actions import RECEIVES, format_actions
-from pipeworker.plan.schedule import Schedule
+from pipeworker.plan.actions import RECEIVES, SENDS, Action, Edge, Kind, edge_of, format_actions
+from pipeworker.plan.schedule import CHANNEL_CAPACITY, Schedule, is_bounded
 from pipeworker.plan.simulate import Costs, simulate, timeline
 from pipeworker.record.metrics.rows import Rows
 from pipeworker.record.rundir import RunDir
@@ -63,6 +64,97 @@ def lives_of(
         held = schedule.placement.held[rank]
         lives.append(WorkerLife(rank, 0, held, "a-0", 1, "here", "one", BASE, 1e9, tuple(commands)))
     return lives
+
+
+def recorded_lives(
+    schedule: Schedule,
+    costs: Costs,
+    load: Sequence[float] = (0.0,),
+    late: Sequence[float] = (0.0,),
+) -> list[WorkerLife]:
+    """Return what all workers would record of one step, with every wait where it occurs.
+
+    Args:
+        schedule: of each replica.
+        costs: of its stages.
+        load: the seconds that data() takes, by replica.
+        late: by worker of a replica, how long after the first one it receives its command.
+    """
+    steps = [_Recorded(load, late, schedule, costs, *at) for at in _ranks(schedule, load)]
+    begins: dict[tuple[int, Action], float] = {}
+    while sum([step.advance(begins) for step in steps]):
+        pass
+    return [step.life(rank, begins) for rank, step in enumerate(steps)]
+
+
+def _ranks(schedule: Schedule, load: Sequence[float]) -> list[tuple[int, int]]:
+    return [(r, worker) for r in range(len(load)) for worker in range(len(schedule.workers))]
+
+
+class _Recorded:
+    """A worker in a step: what it has recorded so far."""
+
+    def __init__(
+        self,
+        load: Sequence[float],
+        late: Sequence[float],
+        schedule: Schedule,
+        costs: Costs,
+        replica: int,
+        worker: int,
+    ) -> None:
+        self._load, self._schedule, self._costs = load, schedule, costs
+        self._replica, self._worker = replica, worker
+        self._received = self._now = BASE + late[worker % len(late)]
+        self._spans: list[ActionSpan] = []
+        self._sent: dict[Edge, list[Action]] = defaultdict(list)
+
+    def advance(self, begins: dict[tuple[int, Action], float]) -> int:
+        """Perform actions until one waits for what has not begun; return how many."""
+        actions, done = self._schedule.workers[self._worker], len(self._spans)
+        for action in actions[done:]:
+            begins[self._replica, action] = self._now
+            ends = [begins.get(key) for key in self._needs(action)]
+            if None in ends:
+                break
+            begin, cost = self._now, self._costs.of(action.kind, action.stage)
+            cost += self._load[self._replica] * (action.kind is Kind.LOAD)
+            self._now = max([begin, *(end for end in ends if end is not None)]) + cost
+            self._spans.append(ActionSpan(action, begin, self._now))
+            if action.kind in SENDS:
+                self._sent[edge_of(action)].append(action)
+        return len(self._spans) - done
+
+    def _needs(self, action: Action) -> list[tuple[int, Action]]:
+        """Return the actions of others that must have begun, with their replicas."""
+        kind, stage, others = action.kind, action.stage, range(len(self._load))
+        if kind in (Kind.SUM, Kind.GATHER):
+            before = Action(Kind.SCATTER if kind is Kind.SUM else Kind.SUM, stage, 0)
+            return [(r, before) for r in others if r != self._replica]
+        if kind in RECEIVES:
+            return [(self._replica, _other_end(action))]
+        if kind in SENDS and is_bounded(edge_of(action), self._schedule.placement):
+            sent = self._sent[edge_of(action)]
+            if len(sent) >= CHANNEL_CAPACITY:
+                return [(self._replica, _other_end(sent[-CHANNEL_CAPACITY]))]
+        return []
+
+    def life(self, rank: int, begins: dict[tuple[int, Action], float]) -> WorkerLife:
+        held = self._schedule.placement.held[self._worker]
+        sends = [action for sent in self._sent.values() for action in sent]
+        taken = [begins[self._replica, _other_end(action)] for action in sends]
+        answered = max([self._now, *taken])  # it may change nothing that is under way
+        command = Command(1, 0, self._received, answered, (), tuple(self._spans))
+        replica, commands = self._replica, (command,)
+        return WorkerLife(rank, replica, held, "a-0", 1, "here", "one", BASE, 1e9, commands)
+
+
+def _other_end(action: Action) -> Action:
+    """Return the receive of a send, or the send of a receive."""
+    edge, name = edge_of(action), action.kind.value
+    opposite = Kind(name.replace(">", "<") if action.kind in SENDS else name.replace("<", ">"))
+    stage = edge.target if action.kind in SENDS else edge.source
+    return Action(opposite, stage, action.microbatch, action.stage if action.peer >= 0 else -1)
 
 
 def write_lives(run_dir: RunDir, schedule: Schedule, lives: Sequence[WorkerLife]) -> None:
