@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -85,6 +86,10 @@ def test_a_plan_follows_the_times_of_the_layers(jobs: Jobs, plain: Run) -> None:
         assert stage["seconds"]["recompute"] == 0
         assert 0 < stage["memory_bytes"] < stage["limit_bytes"]
     assert run.plan["step_seconds"] > 0.008 * 4
+    shown = jobs.pipeworker(
+        "plan", "--stages", "2", *WORDS, "--json", str(jobs.write(STILL))
+    ).stdout
+    assert json.loads(shown)["bubble"] == run.plan["bubble"]
 
 
 def test_the_fastest_schedule_gives_the_bits_of_one_stage_also_after_a_loss(

@@ -81,7 +81,7 @@ def test_a_line_per_step_appears_at_once(jobs: Jobs) -> None:
     plan = json.loads((path / "plan.json").read_text())
     assert re.fullmatch(r"done: 6 steps in \d+\.\d s", done)
     assert loss == f"loss: {rows[-1]['loss']:.4f}"
-    measured, theory = f"{summary['bubble']:.1%}", f"{plan['bubble']:.1%}"
+    measured, theory = f"{summary['bubble']:.1%}", f"{plan['schedule_bubble']:.1%}"
     assert bubble == f"bubble: {measured} measured, {theory} by the schedule"
     seconds = statistics.median(row["seconds"] for row in rows[1:])  # without the first step
     assert summary["median_step_seconds"] == seconds

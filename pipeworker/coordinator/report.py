@@ -93,7 +93,8 @@ def planned(
     """Return the content of ``plan.json`` and the line to the launcher, once all stages are built.
 
     `workers` is by rank. The schedule is that of a replica with the most micro-batches. `facts`
-    are those that the job is planned from. Seconds are None if none were measured.
+    are those that the job is planned from. Seconds are None if none were measured, and the bubble
+    of the predicted step is None if there are no facts. The line has the schedule's own bubble.
     """
     options, placement, plan = blueprint.options, blueprint.placement, blueprint.planned
     measured = plan is not None and facts is not None and facts.measured
@@ -130,7 +131,8 @@ def planned(
         "recompute": options.recompute,
         "microbatches": microbatches,
         "replicas": options.replicas,
-        "bubble": bubble,
+        "bubble": plan.timing.bubble if plan else None,
+        "schedule_bubble": bubble,
         "step_seconds": _step_seconds(plan, options) if plan and measured else None,
         "why": list(plan.why) if plan else [],
         "balance": list(balance),

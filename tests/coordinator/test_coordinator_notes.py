@@ -39,7 +39,7 @@ def test_fewer_samples_than_micro_batches_cause_one_warning() -> None:
     job.ready(FEW)
     (line,), (plan,) = of(job.effects, Planned), of(job.effects, WritePlan)
     assert line.microbatches == 3
-    assert line.bubble == plan.content["bubble"]
+    assert line.bubble == plan.content["schedule_bubble"]
     assert line.bubble == pytest.approx(0.2)
     assert parse("\n".join(plan.content["actions"])) == build("gpipe", 2, 3, "auto")
     for step in (1, 2, 3):

@@ -48,6 +48,15 @@ def test_a_plan_balances_the_times_of_the_layers() -> None:
     assert (last["layers"], last["worker"], last["limit_bytes"]) == ([1, 5], 1, None)
 
 
+def test_the_bubble_of_a_plan_is_that_of_the_predicted_step() -> None:
+    job = planned_job(9, 3, 2, 2, 2, balance=(4, 1))
+    job.ready()
+    (line,), (written,) = of(job.effects, Planned), of(job.effects, WritePlan)
+    # The first stage takes 48 s for each of four micro-batches, and the last one 6 s.
+    assert written.content["bubble"] == pytest.approx(1 - 4 * (48 + 6) / (2 * (4 * 48 + 6)))
+    assert written.content["schedule_bubble"] == line.bubble == pytest.approx(1 / 5)
+
+
 def test_a_given_balance_and_mode_are_kept() -> None:
     assert ranges_of(planned_job(9, 3, 2, 2, 2, balance=(4, 1))) == [
         (0, 0, 4, "never"),

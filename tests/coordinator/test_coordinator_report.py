@@ -154,7 +154,8 @@ def plan(
 def test_the_plan_as_json() -> None:
     content, _ = plan()
     assert content["balance"] == [2, 1]
-    assert content["bubble"] == pytest.approx(0.2)
+    assert content["schedule_bubble"] == pytest.approx(0.2)
+    assert (content["bubble"], content["step_seconds"]) == (None, None)  # from no facts
     assert [stage["layers"] for stage in content["stages"]] == [[0, 2], [2, 3]]
     assert content["stages"][1]["classes"] == ["Linear"]
     assert content["stages"][1]["live_activations"] == 4
@@ -165,7 +166,7 @@ def test_the_plan_as_json() -> None:
 def test_the_plan_as_a_line() -> None:
     content, line = plan()
     assert line == lines.Planned(
-        "gpipe", 4, (2, 1), ((0,), (1,)), content["bubble"], steps=3, device="cpu", hosts=2
+        "gpipe", 4, (2, 1), ((0,), (1,)), content["schedule_bubble"], steps=3, device="cpu", hosts=2
     )
 
 
@@ -174,7 +175,7 @@ def test_the_plan_has_the_actual_number_of_micro_batches() -> None:
     content, line = plan(Batch(0, 3, 3, 0), microbatches=8)
     assert line.microbatches == content["microbatches"] == 3
     assert parse("\n".join(content["actions"])).microbatches == 3
-    assert line.bubble == content["bubble"] == pytest.approx(1 / 4)
+    assert line.bubble == content["schedule_bubble"] == pytest.approx(1 / 4)
 
 
 @pytest.mark.parametrize(
