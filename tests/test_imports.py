@@ -150,6 +150,7 @@ def test_the_files_are_found() -> None:
     assert "torch" in reaches("pipeworker.worker.worker")
     assert reaches("pipeworker.coordinator.service")["secrets"][-2] in {
         *("pipeworker.wire.keys", "pipeworker.wire.sockets", "pipeworker.record.files.atomic_file"),
+        "pipeworker.record.checkpoint.folder",
     }
 
 

@@ -151,7 +151,9 @@ def test_an_interrupt_reaches_the_users_handler(jobs: Jobs, scripts: Scripts) ->
     for pid in ranks.pids:
         os.kill(pid, signal.SIGINT)
     runs = ranks.end()
-    assert all("KeyboardInterrupt" in run.stderr or "the job ended" in run.stderr for run in runs)
+    # A rank may learn of the end of the job before its own signal arrives.
+    ends = ("KeyboardInterrupt", "the job ended", "PipeworkerError: interrupted")
+    assert all(any(end in run.stderr for end in ends) for run in runs)
     until(lambda: not processes_of(jobs.folder))
     assert runs[0].summary["status"] == "interrupted"
 
