@@ -100,3 +100,47 @@ def test_modules_of_the_users_have_no_leftovers(scripts: Scripts) -> None:
         assert results[0] == results[1]
     """
     scripts.start(script(JOB, loop), 1, alone=True).succeed()
+
+
+def test_a_forked_child_takes_no_part_in_the_job(scripts: Scripts) -> None:
+    """Its calls are errors; its end, inside the block or inside a call, is not the job's."""
+    loop = """
+        def in_child(act, status):
+            if pid := os.fork():
+                assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == status
+            else:
+                act()
+                sys.exit(status)
+
+        def attempt():
+            batch = next(data())
+            text = f"another process: process {os.getppid()} has forked this one; make all calls"
+            for call, *arguments in (
+                (pipe.__enter__,), (pipe.step, batch), (pipe.evaluate, batch),
+                (pipe.predict, batch[0]), (pipe.end_epoch,), (pipe.save,), (pipe.load, "run"),
+            ):
+                try:
+                    call(*arguments)
+                except pipeworker.UsageError as error:
+                    assert text in str(error), error
+                else:
+                    os._exit(9)
+            pipe.close()
+
+        def forking(output, target, loss=loss):
+            if not pipe.steps_done:
+                in_child(lambda: None, 4)
+            return loss(output, target)
+
+        with pipeworker.Pipeline(
+            model, loss=forking, optimizer=optimizer, microbatches=1, run_dir="run"
+        ) as pipe:
+            pipe.step(next(data()))
+            in_child(attempt, 0)
+            in_child(lambda: 1 / 0, 1)
+            report(step=pipe.step(next(data())).step)
+    """
+    ranks = scripts.start(script(JOB, loop), 1, alone=True)
+    (run,) = ranks.succeed()
+    assert ranks.reported(0) == {"step": 2}
+    assert run.summary["status"] == "done"

@@ -330,11 +330,13 @@ class Pipeline:
     def close(self) -> None:
         """Save the weights and the optimizer's state, and end the job. Idempotent.
 
-        At the end of a script without an exception, pipelines that are still open are closed.
+        At the end of a script without an exception, pipelines that are still open are closed. In a
+        child that this process has forked, the call does nothing.
         """
         self._session.finish()
 
     def __enter__(self) -> Pipeline:
+        self._session.check_open()
         return self
 
     def __exit__(

@@ -77,7 +77,7 @@ class Session:
         self.rank = info.rank
         self._restarts_by_status = info.has_store  # torchrun, or another launcher of the user's
         self._pid = os.getpid()
-        self.closed = False
+        self._left = False
         self._own_loop = bool(request.options.get("own_loop"))
         self._own_error: Exception | None = None
         self._begun: ToWorker | None = None
@@ -102,6 +102,32 @@ class Session:
         self.worker = Worker(settings, self._control)
         atexit.register(self._at_exit)
         self._control.send(self.worker.hello())
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process has left the job, or is a child that a rank has forked."""
+        return self._left or self._is_forked
+
+    @property
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    def check_open(self) -> None:
+        """Check that this process can make a call.
+
+        Raises:
+            UsageError: it is a child that a rank has forked, without the rank's connections.
+            PipeworkerError: the job is over.
+        """
+        if self._left:
+            raise PipeworkerError(
+                f"this pipeline is closed: its job is over; create another one{self._saved}"
+            )
+        if self._is_forked:
+            raise UsageError(
+                "this pipeline belongs to another process: "
+                f"process {self._pid} has forked this one; make all calls there"
+            )
 
     def run(self, call: Call | None = None, between: Callable[[], None] = lambda: None) -> None:
         """Take part in the job to its end, after a `call` of the user's loop if it has one.
@@ -149,10 +175,7 @@ class Session:
             UsageError: an argument is wrong.
             PipeworkerError: the job is over because another rank failed.
         """
-        if self.closed:
-            raise PipeworkerError(
-                f"this pipeline is closed: its job is over; create another one{self._saved}"
-            )
+        self.check_open()
         if not self._call_lock.acquire(blocking=False):
             raise UsageError(
                 "this pipeline is busy: a call was made inside another one, or in another thread; "
@@ -281,7 +304,7 @@ class Session:
         """Leave the job and remove everything of pipeworker's from the process. Idempotent."""
         if self.closed:
             return
-        self.closed = True
+        self._left = True
         atexit.unregister(self._at_exit)
         self.worker.close()
         self._working = False  # an interrupt may have come before working() could reset it
@@ -308,12 +331,14 @@ class Session:
             if self._interrupted:
                 raise KeyboardInterrupt from None
             raise self._error_of(error.abort) from None
+        original = error.error if isinstance(error, UserCodeError) else error
+        if self._is_forked:  # inside the call
+            raise original
         failure = self.worker.explain(error)
         if isinstance(error, KeyboardInterrupt):
             text = f"{self._control.name} was interrupted by {type(error).__name__}"
             failure = replace(failure, cause=Cause.SIGNAL, message=text)
         abort = self._report_failure(failure)
-        original = error.error if isinstance(error, UserCodeError) else error
         if isinstance(original, PeerLost):
             raise self._error_of(abort) from None
         if isinstance(original, UsageError):
@@ -388,8 +413,6 @@ class Session:
 
     def _at_exit(self) -> None:
         """Close a pipeline that the script left open; fail the job if an exception ends it."""
-        if os.getpid() != self._pid:  # a child that the user's code has forked
-            return
         if (error := getattr(sys, "last_value", None)) is not None:
             self.fail(error)
         else:
