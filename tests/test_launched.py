@@ -74,6 +74,18 @@ def test_arguments_are_words_and_the_job_file_is_a_path() -> None:
         command_words(test_a_mistake_is_raised, [], {})  # type: ignore[arg-type]
 
 
+def test_a_run_to_resume_needs_no_job_file() -> None:
+    assert command_words(None, ["1"], {"resume": "RUN"}) == [
+        *("launch", "--json", "--resume=RUN", "--", "1")
+    ]
+    assert command_words(None, [], {"resume": True, "run_dir": "RUN"})[2:] == [
+        *("--resume", "--run-dir=RUN")
+    ]
+    for options in ({"stages": 2}, {"resume": True}):
+        with pytest.raises(pipeworker.UsageError, match="job_file: missing; give its path, or res"):
+            command_words(None, [], options)
+
+
 def test_a_mistake_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(pipeworker.UsageError, match=r"^job file .*no\.py: No such file"):
@@ -99,3 +111,6 @@ def test_a_job_is_launched(
     assert "step 3/3  loss " in capfd.readouterr().out
     with pytest.raises(pipeworker.UsageError, match="launched: exists already"):
         pipeworker.launch("job.py", stages=1, run_dir="launched")
+    assert pipeworker.launch(resume="launched", steps=4).steps == 4
+    with pytest.raises(pipeworker.UsageError, match=r"^--balance 1: "):
+        pipeworker.launch(resume="launched", stages=2, balance=[1])

@@ -51,7 +51,7 @@ FAILING = """
         pipe.step(batch)
         if what == "closed":
             pipe.close()
-            pipe.step(batch)
+            pipe.__enter__() if rank else pipe.step(batch)
         while what == "endless":
             time.sleep(0.01)
             pipe.step(batch)
@@ -248,6 +248,14 @@ def test_a_script_that_ends_with_an_exception_fails_the_job(scripts: Scripts) ->
         (
             "train(model, loss=loss, optimizer=optimizer, data=None)",
             "pipeworker.train(): data is a NoneType",
+        ),
+        (
+            "train(model, loss=loss, optimizer=optimizer, data=data, run_dir=5)",
+            "pipeworker.train(): run_dir is an int; make it a path",
+        ),
+        (
+            "Pipeline(model, loss=loss, optimizer=optimizer, resume=True, allow_change=5)",
+            "pipeworker.Pipeline(): allow_change is an int; make it a list of names of options",
         ),
     ],
 )

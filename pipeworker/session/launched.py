@@ -72,7 +72,7 @@ class LaunchResult:
 
 
 def launch(
-    job_file: str | Path,
+    job_file: str | Path | None = None,
     *,
     arguments: Sequence[str | float] = (),
     quiet: bool = False,
@@ -85,7 +85,7 @@ def launch(
     once; then ``KeyboardInterrupt`` is raised.
 
     Args:
-        job_file: its path.
+        job_file: its path; without one, `resume` names the run that recorded it: ``resume="RUN"``.
         arguments: words and numbers that the job file gets as ``sys.argv[1:]``.
         quiet: show only warnings.
         **options: those of ``pipeworker launch``, with underscores: ``stages=4``, ``resume=True``,
@@ -132,7 +132,7 @@ def launch(
 
 
 def command_words(
-    job_file: str | Path, arguments: Sequence[str | float], options: Mapping[str, Any]
+    job_file: str | Path | None, arguments: Sequence[str | float], options: Mapping[str, Any]
 ) -> list[str]:
     """Return the words of the command.
 
@@ -140,7 +140,10 @@ def command_words(
         UsageError: an argument has a wrong type, or an option is unknown or not available here.
     """
     words, where = ["launch", "--json"], "pipeworker.launch(): "
-    if not isinstance(job_file, (str, Path)):
+    resumed = options.get("run_dir" if options.get("resume") is True else "resume")
+    if job_file is None and not resumed:
+        raise UsageError(f"{where}job_file: missing; give its path, or resume=RUN")
+    if not isinstance(job_file, (str, Path, type(None))):
         raise UsageError(
             f"{where}job_file: is {a_type(job_file)}; give the path of a job file, or call "
             "pipeworker.train, which takes functions"
@@ -168,7 +171,9 @@ def command_words(
                 words.append(f"{option}={','.join(map(str, value))}")
             case _:
                 words.append(f"{option}={value}")
-    return [*words, str(job_file), *(["--", *map(str, arguments)] if arguments else [])]
+    if job_file is not None:
+        words.append(str(job_file))
+    return [*words, *(["--", *map(str, arguments)] if arguments else [])]
 
 
 def _reject(name: str, value: Any, where: str) -> NoReturn:
@@ -193,7 +198,7 @@ class _Job:
 
     Attributes:
         ended: the event of the job's end; empty until then.
-        errors: what the command has written to standard error.
+        errors: the error that the command has written to standard error, else all it wrote there.
     """
 
     def __init__(self, command: Sequence[str], progress: JobProgress) -> None:
@@ -258,7 +263,9 @@ class _Job:
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
-        self.errors = self._process.stderr.read().strip().removeprefix("error: ")
+        text = self._process.stderr.read().strip()
+        _, _, error = f"\n{text}".partition("\nerror: ")  # notes come before it
+        self.errors = error or text
 
 
 def _finite(event: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import UsageError, a_type
 from pipeworker.job.options import Options
 from pipeworker.job.renamed import reject_batch_size, reject_renamed
 from pipeworker.runs.begin import RunRequest
@@ -74,12 +75,23 @@ def script_request(
     options: Mapping[str, Any],
     run_dir: str | Path | None,
     allow_change: str | Sequence[str],
+    where: str,
     *,
     ranks: int,
     resume: bool,
     auto_resume: bool,
 ) -> RunRequest:
-    """Return the run that the program of this process requests; it has `ranks` processes."""
+    """Return the run that the call `where` requests; its program has `ranks` processes.
+
+    Raises:
+        UsageError: an argument is of a wrong type.
+    """
+    if not isinstance(run_dir, (str, os.PathLike, type(None))):
+        raise UsageError(f"{where}: run_dir is {a_type(run_dir)}; make it a path")
+    if not isinstance(allow_change, (str, Sequence)):
+        raise UsageError(
+            f"{where}: allow_change is {a_type(allow_change)}; make it a list of names of options"
+        )
     allowed = (allow_change,) if isinstance(allow_change, str) else tuple(allow_change)
     return RunRequest(
         script_path(), None, options, run_dir, resume, auto_resume, allowed, ranks=ranks

@@ -126,6 +126,7 @@ class Pipeline:
                 requested,
                 run_dir,
                 allow_change,
+                where,
                 ranks=info.world,
                 resume=resume,
                 auto_resume=auto_resume,

@@ -109,6 +109,7 @@ def train(
         requested,
         run_dir,
         allow_change,
+        where,
         ranks=info.world,
         resume=resume,
         auto_resume=auto_resume,
