@@ -26,7 +26,7 @@ from launcher.options import ANYWHERE, JOB_PARAMETERS, LAUNCH_PARAMETERS
 from launcher.plan import plan
 from launcher.run_commands import RUN_COMMANDS
 from pipeworker.errors import PipeworkerError, UsageError
-from pipeworker.host.signals import interrupted_by_end
+from pipeworker.host.signals import restore_ends
 from pipeworker.job.option_parsing import workers_per_replica
 from pipeworker.job.options import PRECISIONS
 from pipeworker.version import __version__
@@ -177,6 +177,7 @@ def launch(
     elif isinstance(engine, Cluster):
         if engine.shares_files:
             request.check_directory()
+        restore_ends()
         sys.exit(_follow(engine.submit(new)))
     else:
         sys.exit(_run(request, engine, spec, view))
@@ -199,18 +200,17 @@ def _run(request: RunRequest, engine: Carrier, spec: JobSpec, view: Style) -> in
     from launcher import local
 
     engine.agents(spec)  # find mistakes before anything is created or sent
-    with interrupted_by_end():  # until the job handles these signals
-        engine.prepare(spec)
-        with closing(request.prepare()) as begun:
-            workers = begun.options.workers  # a resumed run has recorded them
-            spec = replace(spec, run_dir=str(begun.run_dir.path), workers=workers)
-            with ExitStack() as held:
-                try:
-                    held.enter_context(engine.connected(spec))
-                except BaseException:
-                    begun.undo.close()
-                    raise
-                return local.run(begun, view, engine.agents(spec))
+    engine.prepare(spec)
+    with closing(request.prepare()) as begun:
+        workers = begun.options.workers  # a resumed run has recorded them
+        spec = replace(spec, run_dir=str(begun.run_dir.path), workers=workers)
+        with ExitStack() as held:
+            try:
+                held.enter_context(engine.connected(spec))
+            except BaseException:
+                begun.undo.close()
+                raise
+            return local.run(begun, view, engine.agents(spec))
 
 
 class _AfterRendezvous(Shown):

@@ -10,13 +10,15 @@ import os
 import sys
 from pathlib import Path
 
-from pipeworker.host import streams
+from pipeworker.host import signals, streams
 
 _PACKAGE = Path(__file__).parent
 _ROOT = str(_PACKAGE.parent)
 _INSTALLED = _PACKAGE / "_command"
 """Holds ``cli.py`` and ``launcher/`` in an installation; in a checkout they are beside the package
 (``setup.py``)."""
+_START_JOBS = {"launch", "evaluate", "plan"}
+"""The commands that start a job."""
 
 
 def script() -> None:
@@ -26,9 +28,11 @@ def script() -> None:
 
 def _run(name: str, *, rank: bool) -> None:
     """Import and run the command line of this installation, as a rank of torchrun or not."""
-    streams.open_missing()
-    streams.accept_any_text()
     try:
+        if _START_JOBS.intersection(sys.argv[1:2]):
+            signals.handle_before_job()
+        streams.open_missing()
+        streams.accept_any_text()
         sys.path[0] = str(_INSTALLED) if _INSTALLED.is_dir() else _ROOT
         import cli
         import launcher.local

@@ -204,6 +204,28 @@ def test_a_signal_ends_the_job_after_its_step(
     assert live.summary["steps"] == rows(live.path)
 
 
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGTERM, 130), (signal.SIGHUP, 130), (signal.SIGUSR1, 7)]
+)
+@pytest.mark.parametrize("command", ["launch", "evaluate", "plan"])
+def test_a_signal_while_a_command_is_imported_has_its_effect(
+    jobs: Jobs, number: signal.Signals, command: str, expected: int
+) -> None:
+    """A module that waits for the test stands for a package that the command line imports."""
+    held = jobs.folder / "held"
+    os.mkfifo(held)
+    jobs.write("open('held').read(); raise SystemExit(7)", "late/click.py")
+    path = os.pathsep.join([str(jobs.folder / "late"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    process = jobs.python("-m", "pipeworker", command, cold=True, env=environment)
+    with held.open("w"):  # it has begun to read
+        process.send_signal(number)
+        if expected == 130:
+            process.wait(SECONDS)
+    process.communicate(timeout=SECONDS)
+    assert process.returncode == expected
+
+
 def test_an_interrupt_of_every_process_of_a_job_gives_a_checkpoint(
     start: Callable[..., Live],
 ) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+_ENDS = (signal.SIGTERM, signal.SIGHUP)
+
 
 class SignalSocket:
     """A socket from which the signals with these numbers are read, instead of their effect."""
@@ -37,20 +39,27 @@ class SignalSocket:
         self._read.close()
 
 
-@contextmanager
-def interrupted_by_end() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP raise KeyboardInterrupt in the context, as Ctrl-C does.
+def handle_before_job() -> None:
+    """Have SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, and SIGUSR1 do nothing.
 
-    A signal that is ignored or handled already keeps its effect.
+    A process that starts a job calls this before anything else; the job's own handlers replace
+    these. A signal that is ignored or handled already keeps its effect.
     """
-    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
-    for number in numbers:
-        signal.signal(number, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for number in numbers:
+    handlers = {**dict.fromkeys(_ENDS, signal.default_int_handler), signal.SIGUSR1: _do_nothing}
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, handler)
+
+
+def restore_ends() -> None:
+    """Have SIGTERM and SIGHUP end this process at once again: its job runs elsewhere."""
+    for number in _ENDS:
+        if signal.getsignal(number) is signal.default_int_handler:
             signal.signal(number, signal.SIG_DFL)
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """Handle a signal; unlike SIG_IGN, this is not inherited by the programs that are started."""
 
 
 @contextmanager

@@ -7,7 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipeworker.host.signals import deferred_interrupt, reported_interrupt
+from pipeworker.host.signals import (
+    deferred_interrupt,
+    handle_before_job,
+    reported_interrupt,
+    restore_ends,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -54,3 +59,20 @@ def test_a_handler_of_the_users_stays() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert received == [signal.SIGINT]
+
+
+def test_signals_are_handled_before_a_job_unless_they_are_already() -> None:
+    handled = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in handled}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # under nohup
+        handle_before_job()
+        signal.raise_signal(signal.SIGUSR1)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        restore_ends()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

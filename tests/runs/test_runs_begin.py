@@ -167,9 +167,7 @@ def test_a_signal_while_a_run_begins_leaves_nothing(
 
     monkeypatch.setattr(run_record, "write", interrupted)
     words = ["launch", "--stages", "1", "--run-dir", str(tmp_path / "new" / "run"), str(job_file)]
-    # A shell ignores some signals for what it starts in the background.
-    usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-    before = signal.signal(number, usual)
+    before = signal.signal(number, signal.default_int_handler)  # as the entry point does
     try:
         assert CliRunner().invoke(cli.main, words).exit_code == 130
     finally:
