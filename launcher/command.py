@@ -6,13 +6,14 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
 from typing import IO, Any
 
 import click
 from click.core import ParameterSource
 
 from pipeworker.display.text import sanitize
-from pipeworker.errors import PipeworkerError, UsageError
+from pipeworker.errors import PipeworkerError, RecordError, UsageError
 from pipeworker.job.renamed import reject_batch_size, reject_renamed
 
 INTERRUPTED = 130
@@ -47,6 +48,8 @@ def clearly() -> Iterator[None]:
     except BrokenPipeError:  # the reader of the output is gone, as in `| head`; click ends quietly
         raise
     except OSError as error:  # the system refused descriptors, a process or a file
+        if any(frame.f_code is click.echo.__code__ for frame, _ in walk_tb(error.__traceback__)):
+            raise Shown(RecordError("standard output", error)) from None
         where = f"{error.filename}: " if error.filename else ""
         raise Shown(PipeworkerError(f"{where}{error.strerror or error}")) from None
     except KeyboardInterrupt:

@@ -287,19 +287,29 @@ def test_closed_streams(jobs: Jobs, closed: tuple[int, ...]) -> None:
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
 def test_a_full_standard_output_does_not_end_the_job(jobs: Jobs) -> None:
-    run_dir = jobs.folder / "run"
+    job_file, refused = str(jobs.write(JOB)), "standard output: cannot be written: No space left"
+    for number, words in enumerate(([], ["--json"])):
+        done = _to_full(jobs, "launch", *WORDS, *words, "--run-dir", f"run-{number}", job_file)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.startswith(f"warning: {refused} on device")
+        assert done.stderr.count("\n") == 1
+    for unbuffered in ("", "1"):
+        done = _to_full(jobs, "show", "run-0", PYTHONUNBUFFERED=unbuffered)
+        assert (done.returncode, done.stderr) == (1, f"error: {refused} on device\n")
+
+
+def _to_full(jobs: Jobs, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the command; no byte of its standard output can be written."""
     with FULL.open("w") as full:
-        done = subprocess.run(
-            [*COMMAND, "launch", *WORDS, "--run-dir", str(run_dir), str(jobs.write(JOB))],
+        return subprocess.run(
+            [*COMMAND, *words],
             cwd=jobs.folder,
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
             timeout=60,
-            env=jobs.forking,
+            env={**jobs.forking, **variables},
         )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == "warning: standard output: cannot be written: No space left on device\n"
 
 
 @pytest.mark.parametrize("absolute", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 from collections.abc import Callable, Iterable
@@ -13,6 +14,7 @@ from typing_extensions import assert_never
 
 from pipeworker.display.lines import LineDisplay
 from pipeworker.display.output import Printed
+from pipeworker.errors import RecordError
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.record.files.located import located
 from pipeworker.wire.lines import (
@@ -32,7 +34,8 @@ from pipeworker.wire.lines import (
 class EventDisplay(LineDisplay):
     """One JSON object a line on standard output; a figure that is not finite is null.
 
-    If the reader of standard output is gone, the job ends as with a terminal that is lost.
+    If the reader of standard output is gone, the job ends as with a terminal that is lost. If a
+    file refuses events, as on a full disk, they are lost: standard error reports it once.
     """
 
     _saved: int | None = None
@@ -130,7 +133,12 @@ class EventDisplay(LineDisplay):
         try:
             write()
         except OSError as failed:
-            self.lost = self.lost or failed
+            if failed.errno in (errno.EPIPE, errno.EIO):
+                self.lost = self.lost or failed
+            elif not error and not self._refused:
+                self._refused = True
+                refused = f"warning: {RecordError('standard output', failed)}"
+                self.write(f"{refused}; the job continues, its events are lost", error=True)
 
 
 def _strict(value: Any) -> Any:

@@ -103,6 +103,5 @@ def table(rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> list[s
             grid.add_column(justify="right" if column in right else "left", no_wrap=True)
         grid.add_row(*map(Text, row))
     console = Console(width=_UNLIMITED, color_system=None, legacy_windows=False)
-    with console.capture() as captured:
-        console.print(grid)
-    return [line.rstrip() for line in captured.get().splitlines()] if grid.rows else []
+    drawn = "".join(segment.text for segment in console.render(grid))  # writes to no stream
+    return [line.rstrip() for line in drawn.splitlines()] if grid.rows else []

@@ -7,7 +7,7 @@ import io
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from pipeworker.display.events import EventDisplay
 from pipeworker.display.output import Printed
@@ -20,8 +20,8 @@ from pipeworker.wire.lines import Joined, Planned, Restart, Verdict, Warned
 from support.checkpoints import complete
 
 
-def display(out: io.StringIO, path: Path) -> EventDisplay:
-    return EventDisplay(Options("job.py", 2, 4), RunDir(path), Style(json=True), out, out)
+def display(out: TextIO, path: Path, error: TextIO | None = None) -> EventDisplay:
+    return EventDisplay(Options("job.py", 2, 4), RunDir(path), Style(json=True), out, error or out)
 
 
 def test_each_event_is_an_object_on_a_line(tmp_path: Path) -> None:
@@ -83,3 +83,16 @@ def test_a_reader_that_is_gone_ends_the_job(tmp_path: Path) -> None:
     shown = display(Gone(), tmp_path)
     shown.show(Warned("careful"))
     assert isinstance(shown.lost, BrokenPipeError)
+
+
+def test_a_full_disk_is_reported_once_and_ends_nothing(tmp_path: Path) -> None:
+    error = io.StringIO()
+    with io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True) as full:
+        shown = display(full, tmp_path, error)
+        shown.show(Warned("careful"))
+        shown.show(Warned("more careful"))
+    assert shown.lost is None
+    assert error.getvalue() == (
+        "warning: standard output: cannot be written: No space left on device; "
+        "the job continues, its events are lost\n"
+    )
