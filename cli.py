@@ -391,6 +391,10 @@ def init(file: Path, example: str) -> None:
     command = click.get_current_context().find_root().info_name
     click.echo(f"{file}: {templates.EXAMPLES[example]}")
     click.echo(f"train it:  {command} launch --stages 2 {shlex.quote(str(file))}")
+    if package := templates.missing_package(example):
+        click.echo(
+            f"note: the package {package} is missing; pip install 'pipeworker[{package}]'", err=True
+        )
 
 
 @main.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 from pipeworker.errors import UsageError
@@ -16,17 +17,36 @@ EXAMPLES = {
 }
 """Descriptions by name; each template creates its data itself."""
 
+_NEEDS = {"finetune": "transformers"}
+"""By name, the package that a template imports and pipeworker does not need."""
 _NAME = "model.py"
 """The name of the job file in a template's text."""
 
 
 def write(path: Path, example: str) -> None:
-    """Write an example to a new file."""
+    """Write an example to a new file.
+
+    Raises:
+        UsageError: the file exists already, cannot be written, or could not be a job file.
+    """
+    if path.suffix != ".py":
+        raise UsageError(f"{path}: not a job file; its name must end in .py")
     text = Path(__file__).with_name(f"{example}.py").read_text("utf-8")
     try:
-        with path.open("x", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text.replace(_NAME, shlex.quote(path.name)))
+        file = path.open("x", encoding="utf-8", errors="backslashreplace")
+        try:
+            with file:
+                file.write(text.replace(_NAME, shlex.quote(path.name)))
+        except BaseException:
+            path.unlink()
+            raise
     except FileExistsError:
         raise UsageError(f"{path}: exists already; name another file") from None
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}; name another file") from None
+
+
+def missing_package(example: str) -> str:
+    """Return the name of a package that an example needs and this host lacks; else ""."""
+    package = _NEEDS.get(example, "")
+    return package if package and find_spec(package) is None else ""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import resource
+import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from torch import nn
 import cli
 from launcher.templates import EXAMPLES
 from pipeworker.job import file as job_file
-from support.jobs import Jobs
+from support.jobs import COMMAND, Jobs
 from support.slow import slow
 
 STEPS = {"mlp": 60, "cnn": 30, "transformer": 20, "unet": 20, "finetune": 20}
@@ -111,6 +114,40 @@ def test_init_writes_an_example_with_the_command_that_trains_it(
     nowhere = init("nowhere/model.py")
     expected = "error: nowhere/model.py: No such file or directory; name another file\n"
     assert (nowhere.exit_code, nowhere.output) == (2, expected)
+
+
+@pytest.mark.parametrize("name", ["x.txt", "a/", "a"])
+def test_init_writes_no_file_that_launch_rejects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = init(name)
+    expected = f"error: {Path(name)}: not a job file; its name must end in .py\n"
+    assert (done.exit_code, done.output) == (2, expected)
+    assert not list(tmp_path.iterdir())
+
+
+def test_init_leaves_no_file_that_it_could_not_write(jobs: Jobs) -> None:
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (64, 64))
+    done = subprocess.run(
+        [*COMMAND, "init"], cwd=jobs.folder, capture_output=True, text=True, preexec_fn=limit
+    )
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: model.py: File too large; name another file\n",
+    )
+    assert not list(jobs.folder.iterdir())
+
+
+@pytest.mark.parametrize("found", [None, "a spec"])
+def test_init_names_a_package_that_the_example_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str | None
+) -> None:
+    monkeypatch.setattr("launcher.templates.find_spec", lambda _: found)
+    done = init("--example", "finetune", str(tmp_path / "model.py"))
+    note = "note: the package transformers is missing; pip install 'pipeworker[transformers]'\n"
+    assert (done.exit_code, done.stderr) == (0, "" if found else note)
+    assert init(str(tmp_path / "mlp.py")).stderr == ""
 
 
 def test_a_written_example_runs_unchanged(jobs: Jobs) -> None:
