@@ -6,8 +6,9 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from traceback import walk_tb
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import click
 from click.core import ParameterSource
@@ -68,7 +69,7 @@ def _one_line(error: click.UsageError) -> str:
     listed = f"see `{error.ctx.command_path} --help`"
     match error:
         case click.NoSuchOption():
-            meant = " or ".join(error.possibilities or ())
+            meant = " or ".join(_meant(error))
             advice = f"did you mean {meant}?" if meant else listed
             return f"{error.option_name}: no such option; {advice}"
         case click.BadParameter(param=click.Parameter() as parameter):
@@ -82,6 +83,12 @@ def _one_line(error: click.UsageError) -> str:
     if extra := re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", text):
         return f"{extra[1]}: unexpected; {usage}"
     return f"{text}; {usage}"
+
+
+def _meant(error: click.NoSuchOption) -> list[str]:
+    """Return the options that a name resembles, without the dashes, which all have."""
+    bare = {option.lstrip("-"): option for option in error.possibilities or ()}
+    return [bare[name] for name in get_close_matches(error.option_name.lstrip("-"), bare)]
 
 
 class Option(click.Option):
@@ -162,17 +169,26 @@ class Command(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            given = error.option_name.removeprefix("--")
-            known = {str(parameter.name) for parameter in self.params}
-            reject_renamed(given, known, written)
-            reject_batch_size(given, known, written)
-            passes_on = any(parameter.name == "arguments" for parameter in self.params)
-            if not passes_on or {*(error.possibilities or ())} - {"--help"}:
-                raise
-            name = error.option_name
-            raise UsageError(
-                f"{name}: no such option; is it for the job file? Write: job.py -- {name}"
-            ) from None
+            self.reject(error)
+
+    def reject(self, error: click.NoSuchOption) -> NoReturn:
+        """Reject an unknown option; advise on what it may be.
+
+        Raises:
+            UsageError: it was renamed, or may be meant for the job file.
+            NoSuchOption: it resembles another one.
+        """
+        given = error.option_name.removeprefix("--")
+        known = {str(parameter.name) for parameter in self.params}
+        reject_renamed(given, known, written)
+        reject_batch_size(given, known, written)
+        passes_on = any(parameter.name == "arguments" for parameter in self.params)
+        if not passes_on or {*_meant(error)} - {"--help"}:
+            raise error
+        name = error.option_name
+        raise UsageError(
+            f"{name}: no such option; is it for the job file? Write: job.py -- {name}"
+        ) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options by group, in the order of their declaration."""

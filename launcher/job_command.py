@@ -43,9 +43,13 @@ class JobCommand(Command):
         if params["job_file"] is None:
             params["job_file"] = self._recorded(ctx, quiet=params["quiet"] or not first)
         job_file, config = params["job_file"], params.pop("config")
-        if params["resume"] and not params["run_dir"] and not Path(job_file).exists():
-            advice = listed(Path(job_file)) or "give the directory of a run"
-            raise UsageError(f"{_RESUME} {job_file}: no such run; {advice}")
+        if params["resume"] and not params["run_dir"]:
+            path = Path(job_file)
+            if path.is_dir():
+                raise UsageError(f"{_RESUME}: no run is given after it; write {_RESUME} {job_file}")
+            if not path.exists():
+                advice = listed(path) or "give the directory of a run"
+                raise UsageError(f"{_RESUME} {job_file}: no such run; {advice}")
         folders = (Path(job_file).parent, Path())
         defaults = Defaults.read(Path(config)) if config else Defaults.find(folders)
         defaults.fill(ctx, LAUNCH_PARAMETERS)

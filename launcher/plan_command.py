@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 from click.core import ParameterSource
@@ -25,20 +25,21 @@ class PlanCommand(Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         at = args.index(_END) if _END in args else len(args)
-        try:
-            rest = super().parse_args(ctx, args[:at])
-        except click.NoSuchOption as error:
-            if any(error.option_name in option.opts for option in LAUNCH_PARAMETERS):
-                raise UsageError(
-                    f"{error.option_name}: an option of launch that changes no plan; leave it out"
-                ) from None
-            raise
+        rest = super().parse_args(ctx, args[:at])
         if arguments := tuple(args[at + 1 :]):
             ctx.params["arguments"] = (*ctx.params["arguments"], *arguments)
             ctx.set_parameter_source("arguments", ParameterSource.COMMANDLINE)
         if ctx.params["job_file"] is not None:
             ctx.params["job_file"] = Path(ctx.params["job_file"])
         return rest
+
+    def reject(self, error: click.NoSuchOption) -> NoReturn:
+        name = error.option_name
+        if any(name in (*option.opts, *option.secondary_opts) for option in LAUNCH_PARAMETERS):
+            raise UsageError(
+                f"{name}: an option of launch that changes no plan; leave it out"
+            ) from None
+        super().reject(error)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Take options from a project's file, as `launch` does, if there is a job file."""

@@ -156,6 +156,7 @@ def test_options_that_contradict_each_other(command: Command) -> None:
     for words, expected in (
         (("--resume", "job.py"), "--resume: no run is given; add --run-dir"),
         (("--resume",), "JOB_FILE: missing; write `"),
+        (("--resume", "--steps", "9", "run"), "--resume: no run is given after it; write --resume"),
         (("--resume", "runs/typo"), "--resume runs/typo: no such run; give the directory"),
         (("--resume", "run", "--run-dir=b"), "--resume run and --run-dir: both name a run"),
         (

@@ -28,6 +28,8 @@ def run(*words: str, command: click.Command = cli.main) -> Result:
         ),
         (("lanch", "job.py"), "lanch: no such command; did you mean launch?"),
         (("--stags",), "no such option"),
+        (("report", "--steps", "1"), "--steps: no such option; see `pipeworker report --help`"),
+        (("report", "--helpp"), "--helpp: no such option; did you mean --help?"),
     ],
 )
 def test_a_missing_launch_is_suggested(words: tuple[str, ...], expected: str) -> None:

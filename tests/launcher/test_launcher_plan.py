@@ -12,6 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 import cli
+from launcher.options import LAUNCH_PARAMETERS
+from launcher.plan import plan
 from pipeworker.plan.orders import ORDERS
 from pipeworker.runs.schedule_file import read_schedule
 from support.orders import build
@@ -107,8 +109,16 @@ def test_a_schedule_that_cannot_run_is_explained(tmp_path: Path) -> None:
 
 
 def test_an_option_of_launch_that_changes_no_plan_is_rejected() -> None:
-    assert refused("--stages", "2", "--keep", "3") == (
-        "--keep: an option of launch that changes no plan; leave it out"
+    taken = {word for one in plan.params for word in (*one.opts, *one.secondary_opts)}
+    offered = {word for one in LAUNCH_PARAMETERS for word in (*one.opts, *one.secondary_opts)}
+    rejected = sorted(word for word in offered - taken if word.startswith("-"))
+    assert {"--run-dir", "--no-csv", "--keep"} < {*rejected}
+    for word in rejected:
+        assert refused("--stages", "2", word) == (
+            f"{word}: an option of launch that changes no plan; leave it out"
+        )
+    assert refused("--lr", "3") == (
+        "--lr: no such option; is it for the job file? Write: job.py -- --lr"
     )
 
 
