@@ -168,6 +168,37 @@ def test_a_module_itself_is_a_model(jobs: Jobs) -> None:
     assert_same(one, two)
 
 
+HOOKED = """
+    import torch
+    from torch import nn
+
+    def model():
+        net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        net.register_buffer("k", torch.ones(1))
+        net.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+        net.register_forward_hook(lambda module, args, out: out + 1)
+        return net
+
+    loss = nn.functional.mse_loss
+
+    def optimizer(params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    def data():
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            yield torch.randn(8, 4, generator=generator), torch.randn(8, 4, generator=generator)
+"""
+
+
+def test_a_sequential_keeps_its_own_hooks_and_buffers(jobs: Jobs) -> None:
+    run = jobs.train("--stages", "2", "--microbatches", "2", source=HOOKED)
+    losses, weights, _ = plain_loop(jobs.write(HOOKED), microbatches=2, steps=3)
+    assert [row["loss"] for row in run.metrics] == losses
+    assert run.weights.keys() == weights.keys()
+    assert all(torch.equal(value, weights[key]) for key, value in run.weights.items())
+
+
 @slow
 def test_a_run_is_resumed_after_a_lost_worker_and_exported(jobs: Jobs) -> None:
     one = jobs.train("--stages", "1", *WORDS, source=MODULE)

@@ -287,10 +287,22 @@ def hooks_of(objects: Iterable[tuple[str, Any]]) -> Hooked:
 Entry = nn.Module | Callable[[], nn.Module]
 
 
+_OF_ROOT = (
+    *("_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks"),
+    *("_backward_pre_hooks", "_backward_hooks"),
+)
+"""What a module may have besides the modules in it; torch has no public names for its hooks."""
+
+
 def is_sequence(model: Any) -> bool:
-    """Return whether a model is a sequence of layers."""
+    """Return whether a model is a sequence of layers.
+
+    An ``nn.Sequential`` with hooks, parameters or buffers of its own is more: it is cut as any
+    other module, because no layer would have these.
+    """
     if isinstance(model, nn.Sequential):
-        return type(model).forward is nn.Sequential.forward
+        plain = type(model).forward is nn.Sequential.forward
+        return plain and not any(vars(model).get(name) for name in _OF_ROOT)
     return not isinstance(model, nn.Module) or isinstance(model, (nn.ModuleList, nn.ModuleDict))
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from pipeworker.errors import UsageError, a_type
+from pipeworker.job.signatures import with_start
 from pipeworker.worker.data.reader import MicroBatches, Reader
 
 _SOURCE = "evaluation(): gave"
@@ -39,15 +40,16 @@ def _call(function: Callable[[], Any], reader: Callable[..., Reader]) -> Iterato
     sets: dict[str, Any] = {}
 
     def first_source() -> Any:
-        found = function()
+        found = _from_start(function)
         if not isinstance(found, Mapping):
             return found
         sets.update(_checked(found))
         name, source = next(iter(sets.items()))
         first.error_prefix = _prefix(name)
-        return source() if callable(source) else source
+        return _from_start(source) if callable(source) else source
 
     functools.update_wrapper(first_source, function)
+    del first_source.__wrapped__  # type: ignore[attr-defined]  # it takes no `start`
     # The reader looks there for the generators of the user's.
     vars(first_source)["__self__"] = getattr(function, "__self__", function)
     first = reader(first_source, error_prefix=_SOURCE)
@@ -55,6 +57,12 @@ def _call(function: Callable[[], Any], reader: Callable[..., Reader]) -> Iterato
         yield replace(batches, name=next(iter(sets), ""), length=first.length)
     yield from _read({name: sets[name] for name in [*sets][1:]}, reader)
     first.rewind()
+
+
+def _from_start(function: Callable[..., Any]) -> Any:
+    """Call a function that may take the number of mini-batches to skip: a pass skips none."""
+    taking = with_start(function)
+    return function() if taking is None else taking(0)
 
 
 def _read(sets: Mapping[str, Any], reader: Callable[..., Reader]) -> Iterator[MicroBatches]:

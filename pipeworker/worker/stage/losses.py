@@ -85,4 +85,8 @@ def _checked(loss: Any) -> torch.Tensor:
             f"loss(output, target) returned a tensor of shape {tuple(loss.shape)}; return a "
             "scalar, the mean over its samples"
         )
+    if loss.is_complex():
+        raise UsageError(
+            f"loss(output, target) returned a tensor of {loss.dtype}; return a real scalar"
+        )
     return loss

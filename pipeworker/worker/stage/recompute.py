@@ -44,7 +44,8 @@ class Buffers:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._modules = [*nn.ModuleList(layers).modules()]  # each once
-        self._slots: list[_Slot] = [(m, name) for m in self._modules for name in buffers_of(m)]
+        # A module of torch.jit.script has no dict to iterate over.
+        self._slots: list[_Slot] = [(m, n) for m in self._modules for n, _ in buffers_of(m).items()]
         self._assigned: set[_Slot] = set()
         """Attributes that each forward assigns: their old values need no copy."""
         self._changing: list[_Slot] | None = None
@@ -147,9 +148,7 @@ _ABSENT = object()
 def _get(slot: _Slot) -> Any:
     module, name = slot
     buffers = buffers_of(module)
-    if name in buffers or name not in vars(module):
-        return buffers.get(name)
-    return vars(module)[name]
+    return buffers[name] if name in buffers else vars(module).get(name)
 
 
 def _set(slot: _Slot, value: Any) -> None:

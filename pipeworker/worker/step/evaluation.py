@@ -129,13 +129,15 @@ def checked_figures(values: Any) -> dict[str, Any]:
 
 
 def _scalar(name: str, value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return value.detach()
     if isinstance(value, (bool, int, float)):
         return value
     shown = a_type(value)
     if isinstance(value, torch.Tensor):
         shown += f" of shape {tuple(value.shape)}"
+        if value.is_complex():
+            shown += f" and {value.dtype}"
     raise UsageError(f"metrics(output, target) returned {shown} under {name!r}; return a scalar")
 
 

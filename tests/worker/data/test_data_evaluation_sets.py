@@ -32,6 +32,10 @@ def three() -> Iterator[Any]:
     return draws(3)
 
 
+def from_start(start: int) -> Iterator[Any]:
+    return iter([(torch.full((1,), float(n)), torch.ones(1)) for n in range(start, 3)])
+
+
 def both() -> dict[str, Any]:
     return {"val": draws(2), "test": three}
 
@@ -52,6 +56,13 @@ def test_each_set_is_read_as_if_it_were_the_only_one() -> None:
             assert torch.equal(value, expected)
         assert torch.equal(SHARED.get_state(), state)
     assert [name for name, _ in alone] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    "evaluation", [from_start, {"val": from_start}, lambda: {"val": from_start}]
+)
+def test_a_pass_over_what_takes_a_start_is_whole(evaluation: Any) -> None:
+    assert [float(value) for _, value in read(evaluation)] == [0, 1, 2]
 
 
 def test_a_set_with_a_length_has_it() -> None:

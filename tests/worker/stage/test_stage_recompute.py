@@ -229,6 +229,20 @@ def test_a_batch_norm_may_begin_to_train_at_any_time() -> None:
             assert torch.equal(norm.get_buffer(name), value)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_batch_norm_is_restored() -> None:
+    norm = torch.jit.script(nn.BatchNorm1d(2))
+    buffers, (mb,) = Buffers([norm]), microbatches(1)
+    x = torch.randn(4, 2)
+    with buffers.first_forward(mb):
+        norm(x)
+    after = norm.running_mean.clone()
+    with buffers.second_forward(mb):
+        norm(x)
+    assert torch.equal(norm.running_mean, after)
+    assert int(norm.num_batches_tracked) == 1
+
+
 def test_a_module_shared_by_two_layers_is_kept_once() -> None:
     layer = Counter()
     buffers = Buffers([layer, nn.Sequential(layer)])

@@ -272,6 +272,7 @@ def test_a_micro_batch_keeps_nothing_after_its_backward(recompute: bool) -> None
         (lambda o, t: o, r"returned a tensor of shape \(2, 3\); return a scalar"),
         (lambda o, t: (1.0, 2), "returned a float"),
         (lambda o, t: (o, 2), r"returned a tensor of shape \(2, 3\)"),
+        (lambda o, t: o.sum() * 1j, "returned a tensor of torch.complex64; return a real scalar"),
         (lambda o, t: (o.sum(), 2, 3), "returned a tuple"),
     ],
 )

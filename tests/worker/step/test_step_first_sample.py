@@ -26,6 +26,11 @@ _restored_process = pytest.fixture(autouse=True)(restored_process)
         (None, "loss", "metrics(output, target) returned a NoneType; return a dict of scalars"),
         (torch.ones(2), "loss", "metrics(output, target) returned a Tensor; return a dict of "),
         ({"m": torch.ones(2)}, "loss", "metrics(output, target) returned a Tensor of shape (2,)"),
+        (
+            {"m": torch.ones(()) * 1j},
+            "loss",
+            "metrics(output, target) returned a Tensor of shape () and torch.complex64",
+        ),
         ({"loss": 1.0}, "loss", "metrics(output, target) named a value 'loss'"),
         (
             {"accuracy": 0.5},
