@@ -191,6 +191,7 @@ class Pipeline:
                 loss=loss if index == placement.stages - 1 else None,
                 copies=self._copies(rank),
             )
+            parts.stages[index].checks_outputs = not self._devices
             if tied is not None:
                 parts.ties[index] = tied
             if job.optimizer is not _nothing:

@@ -53,10 +53,11 @@ class MicroBatch:
 
         loss, count: scalars that ``loss`` returned, on the last stage.
 
-        edges, boundary, buffers_before, weights_version, weight_gradients, offloaded: state that
-            the stage keeps from one of its actions to the next: where the graph begins, for a split
-            backward; gradients caught there; values of buffers before the first forward; the number
-            of changes of the weights then; the second half of the backward; what the graph saved.
+        edges, boundary, buffers_before, weights_version, checksums, weight_gradients, offloaded:
+            state that the stage keeps from one of its actions to the next: where the graph begins,
+            for a split backward; gradients caught there; values of buffers before the first
+            forward; the number of changes of the weights then; those of its output; the second half
+            of the backward; what the graph saved.
     """
 
     number: int
@@ -83,6 +84,7 @@ class MicroBatch:
     boundary: Gradients | None = None
     buffers_before: BufferValues | None = None
     weights_version: int | None = None
+    checksums: tuple[int, ...] = ()
     weight_gradients: DeferredBackward | None = None
     offloaded: SavedGraph | None = None
 

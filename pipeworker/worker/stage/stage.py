@@ -27,12 +27,18 @@ from pipeworker.worker.stage.microbatch import (
 )
 from pipeworker.worker.stage.offload import Copies, Offload
 from pipeworker.worker.stage.recompute import Buffers
-from pipeworker.worker.stage.values import describe, distinct_tensors, map_tensors, versions
+from pipeworker.worker.stage.values import (
+    checksums,
+    describe,
+    distinct_tensors,
+    map_tensors,
+    versions,
+)
 from pipeworker.worker.transport.layout import aligned_copy
 
 Loss = Callable[[Any, Any], Any]
 _WATCHED = 64
-"""The number of recomputes before which the weights are checked: such a hook acts in the first."""
+"""The number of recomputes that are checked, because a mistake shows in the first."""
 
 
 class Stage:
@@ -67,6 +73,8 @@ class Stage:
         self._input_changes: bool | None = None
         self._weights = [*nn.ModuleList(self.layers).parameters()]  # each once
         self._watched = _WATCHED
+        self.checks_outputs = config.device.type == "cpu"
+        """Whether recomputed outputs are compared: other devices have kernels whose bits differ."""
         self._phony = torch.empty(0, device=config.device, requires_grad=True)
         self._step = 0
         self._loss_scale = 1.0
@@ -111,7 +119,9 @@ class Stage:
             mb.weights_version = self._weights_version()
         with self._buffers.first_forward(mb):
             value, arrived = (inputs, {}) if self.skips is None else inputs
-            self._run(mb, value, arrived, Phase.FORWARD)
+            output = self._run(mb, value, arrived, Phase.FORWARD)
+        if self._watched and self.checks_outputs:
+            mb.checksums = checksums(output)
         mb.edges = ()
         if self._input_changes is None:
             self._input_changes = versions(inputs) != before
@@ -126,11 +136,19 @@ class Stage:
 
         Raises:
             UserCodeError: a layer raised.
-            UsageError: the weights are others than in the first forward.
+            UsageError: the weights, or the output, are others than in the first forward.
         """
         self._check_weights(mb)
         with self._buffers.second_forward(mb):
             mb.output = self._run(mb, mb.value, mb.arrived, Phase.RECOMPUTE)
+        if mb.checksums and mb.checksums != checksums(mb.output):
+            raise UsageError(
+                f"stage {self.index}: its output for micro-batch {mb.number} has other numbers in "
+                "the recompute, because a layer depends on a value that its forward changes or "
+                "on a generator of its own; keep tensors in buffers and draw from torch's "
+                "generators, or use --recompute never"
+            )
+        mb.checksums = ()
         mb.outgoing = None
         mb.departing.clear()
 

@@ -77,3 +77,10 @@ def _nested(value: Any, dtypes: bool) -> str:
 def _listed(items: list[str]) -> str:
     more = [f"... {len(items) - _MOST_SHOWN} more"] if len(items) > _MOST_SHOWN else []
     return ", ".join([*items[:_MOST_SHOWN], *more])
+
+
+def checksums(value: Any) -> tuple[int, ...]:
+    """Return the sum of the bytes of each distinct tensor of a value: equal for equal bits."""
+    dense = (t.detach() for t in distinct_tensors(value) if t.layout is torch.strided)
+    flat = (t.resolve_conj().resolve_neg().reshape(-1) for t in dense)
+    return tuple(int(t.view(torch.uint8).sum()) for t in flat)

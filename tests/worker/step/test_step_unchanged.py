@@ -1,4 +1,4 @@
-"""A layer that writes its output into memory that it has returned before."""
+"""Outputs that must not change: while they are sent, and in the recompute."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeworker.errors import PipeworkerError
+from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.plan.placement import Placement
 from support.cut_modules import mse, sgd
 from support.pipelines import Pipeline, filled
@@ -72,3 +72,35 @@ def test_outputs_made_in_inference_mode_are_copied_before_they_are_sent() -> Non
 class Doubling(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2
+
+
+class Counting(nn.Module):
+    """Multiplies by the number of its forwards, which is no tensor."""
+
+    def __init__(self, *, draws: bool) -> None:
+        super().__init__()
+        self.count, self.generator = 0, torch.Generator() if draws else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        if self.generator is not None:
+            return x + torch.randn(x.shape, generator=self.generator)
+        return x * self.count
+
+
+@pytest.mark.parametrize("draws", [True, False])
+@pytest.mark.parametrize("place", [0, 1], ids=["output", "loss"])
+def test_an_output_that_the_recompute_changes_is_an_error(draws: bool, place: int) -> None:
+    torch.manual_seed(0)
+    batches = [(torch.randn(8, WIDTH), torch.randn(8, WIDTH)) for _ in range(2)]
+    for mode in ("never", "always"):
+        layers: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+        layers[place] = nn.Sequential(layers[place], Counting(draws=draws))
+        way = filled(Placement.identity(2), mode)
+        pipeline = Pipeline(layers, mse, batches, way, microbatches=2, optimizer=sgd)
+        if mode == "never":
+            assert len(pipeline.train(2).losses) == 2
+            continue
+        what = f"stage {place}: its output for micro-batch 0 has other numbers in the recompute"
+        with pytest.raises(UsageError, match=what):
+            pipeline.train(2)
