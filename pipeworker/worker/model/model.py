@@ -66,6 +66,7 @@ class Model:
         self._tracker = tracker
         self._make, self._plan_of = job.model, plan_of
         self._order: list[str] = []
+        self._owners: dict[int, int] = {}  # the first layer of each parameter that was built
         self._module: nn.Module | None = None
         self.cut: Cut | None = None
         tracker.set(Phase.BUILDING)
@@ -249,7 +250,7 @@ class Model:
         if tied:
             built = dict(enumerate(layers, part.first))
             ties = Ties(part.stage, tied, built, lambda i: self._build(i, (), None), local_stages)
-        _check_apart(layers, part.first)
+        self._check_apart(layers, part.first)
         return layers, ties
 
     def _build(self, index: int, tied: Sequence[str], device: torch.device | None) -> nn.Module:
@@ -269,6 +270,20 @@ class Model:
                 built = entry
             self._check_renamed(index, built)
             return built if device is None else built.to(device)
+
+    def _check_apart(self, layers: Sequence[nn.Module], first: int) -> None:
+        """Reject callables that return one module: it would be shared on one stage and not on two.
+
+        Stages of other workers are not seen.
+        """
+        for index, layer in enumerate(layers, first):
+            for parameter in layer.parameters():
+                owner = self._owners.setdefault(id(parameter), index)
+                if owner != index:
+                    raise UsageError(
+                        f"layers {owner} and {index}: were built with one parameter in both; "
+                        "declare it with tied = [...] and build a new module for each layer"
+                    )
 
     def _check_renamed(self, index: int, layer: nn.Module) -> None:
         """Reject names of parts that a layer does not have."""
@@ -295,15 +310,3 @@ def _hint(error: BaseException) -> str:
     if isinstance(error, TypeError) and "is not a Module subclass" in str(error):
         return "layers are instances: nn.ReLU(), neither nn.ReLU nor torch.relu"
     return ""
-
-
-def _check_apart(layers: Sequence[nn.Module], first: int) -> None:
-    """Reject callables that return one module: it would be shared on one stage and not on two."""
-    seen: dict[int, int] = {}
-    for index, layer in enumerate(layers, first):
-        for parameter in layer.parameters():
-            if seen.setdefault(id(parameter), index) != index:
-                raise UsageError(
-                    f"layers {seen[id(parameter)]} and {index}: were built with one parameter in "
-                    "both; declare it with tied = [...] and build a new module for each layer"
-                )

@@ -6,7 +6,7 @@ A tensor that occurs twice in a value stays one tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cached_property, lru_cache
 from itertools import starmap
 from struct import Struct
@@ -133,11 +133,15 @@ def _flatten(
         elif type(item) in structures.PLAIN_TYPES:
             leaves.append(structures.encode_scalar(item))
         else:
-            raise cannot_pass(
-                f"a {type(item).__name__}",
+            name = type(item).__name__
+            reason = (
                 "only tensors and plain values (numbers, strings, bytes, None) can, in tuples, "
-                "lists and dicts",
+                "lists and dicts"
             )
+            if is_dataclass(item):
+                register = f"torch.export.register_dataclass({name})"
+                reason = f"its class is not registered; call {register} where it is defined"
+            raise cannot_pass(f"a {name}", reason)
     return tuple(leaves), tensors, structure
 
 

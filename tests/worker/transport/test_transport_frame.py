@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -309,6 +310,12 @@ def test_one_tensor_twice_does_not_match_two_tensors() -> None:
     assert frames.matches(frame, (y, y)) == [y]
 
 
+@dataclass
+class Record:
+    one: int
+    two: int
+
+
 class Thing:
     pass
 
@@ -317,12 +324,13 @@ class Thing:
     ("value", "message"),
     [
         (Thing(), "a Thing cannot pass"),
+        (Record(1, 2), r"a Record cannot pass .*; call torch.export.register_dataclass\(Record\)"),
         ([filled((1,)), {1, 2}], "a set cannot pass"),
         ((1 + 2j,), "a complex cannot pass"),
         (torch.eye(2).to_sparse(), "a torch.sparse_coo tensor cannot pass.*make it dense"),
         ([torch.eye(2).to_sparse()], "a torch.sparse_coo tensor cannot pass.*make it dense"),
     ],
-    ids=["object", "set", "complex", "sparse", "sparse inside"],
+    ids=["object", "dataclass", "set", "complex", "sparse", "sparse inside"],
 )
 def test_a_value_that_cannot_pass_is_refused_by_its_class(value: Any, message: str) -> None:
     with pytest.raises(PipeworkerError, match=message):
