@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import os
 import resource
 import subprocess
 from functools import partial
@@ -130,7 +131,13 @@ def test_init_writes_no_file_that_launch_rejects(
 def test_init_leaves_no_file_that_it_could_not_write(jobs: Jobs) -> None:
     limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (64, 64))
     done = subprocess.run(
-        [*COMMAND, "init"], cwd=jobs.folder, capture_output=True, text=True, preexec_fn=limit
+        [*COMMAND, "init"],
+        cwd=jobs.folder,
+        capture_output=True,
+        text=True,
+        # Python would cut off the bytecode of modules that are new, and fail to load it later.
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        preexec_fn=limit,
     )
     assert (done.returncode, done.stderr) == (
         2,
