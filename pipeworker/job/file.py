@@ -287,22 +287,15 @@ def hooks_of(objects: Iterable[tuple[str, Any]]) -> Hooked:
 Entry = nn.Module | Callable[[], nn.Module]
 
 
-_OF_ROOT = (
-    *("_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks"),
-    *("_backward_pre_hooks", "_backward_hooks"),
-)
-"""What a module may have besides the modules in it; torch has no public names for its hooks."""
-
-
 def is_sequence(model: Any) -> bool:
     """Return whether a model is a sequence of layers.
 
-    An ``nn.Sequential`` with hooks, parameters or buffers of its own is more: it is cut as any
-    other module, because no layer would have these.
+    An ``nn.Sequential`` with parameters or buffers of its own is more: it is cut as any other
+    module, because no layer would have these.
     """
     if isinstance(model, nn.Sequential):
-        plain = type(model).forward is nn.Sequential.forward
-        return plain and not any(vars(model).get(name) for name in _OF_ROOT)
+        own = [*model.parameters(recurse=False), *model.buffers(recurse=False)]
+        return type(model).forward is nn.Sequential.forward and not own
     return not isinstance(model, nn.Module) or isinstance(model, (nn.ModuleList, nn.ModuleDict))
 
 
@@ -315,14 +308,15 @@ def entries(
     job: JobFile,
     make: Callable[[JobFile], Any] = made,
     cut: Callable[[nn.Module], dict[str, nn.Module]] | None = None,
+    is_layers: Callable[[Any], bool] = is_sequence,
 ) -> dict[str, Entry]:
     """Return the layers of the model by their names; those given as callables are not built yet.
 
-    `make` returns the model, and `cut` the layers of a module that is no sequence.
+    `make` returns the model, and `cut` the layers of one that is none for `is_layers`.
     """
     model = make(job)
     layers: dict[str, Entry]
-    if not is_sequence(model) and cut is not None:
+    if not is_layers(model) and cut is not None:
         layers = {**cut(model)}
     elif isinstance(model, nn.Sequential):
         named = model.named_modules(remove_duplicate=False)

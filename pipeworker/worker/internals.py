@@ -220,6 +220,12 @@ def _hook_dicts(module: nn.Module) -> Iterator[MutableMapping[int, Callable[...,
         yield from (one._forward_pre_hooks, one._forward_hooks, one._backward_hooks)
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether a module itself has hooks on its forward or its backward."""
+    forward = module._forward_pre_hooks or module._forward_hooks
+    return bool(forward) or has_backward_hooks(module)
+
+
 def take_hooks(module: nn.Module) -> Hooks:
     """Remove the hooks of a module, and of those within it, and return them."""
     taken = []

@@ -21,7 +21,7 @@ from pipeworker.plan.ties import declared
 from pipeworker.record.weights.conversions import Conversion, describe_adapters
 from pipeworker.wire.messages.plan import StageRange
 from pipeworker.worker import blame
-from pipeworker.worker.internals import is_fake
+from pipeworker.worker.internals import is_fake, is_hooked
 from pipeworker.worker.model.eval_mode import eval_mode_note
 from pipeworker.worker.model.lazy import reject_lazy_layer, reject_lazy_module
 from pipeworker.worker.stage import rng
@@ -72,7 +72,7 @@ class Model:
         tracker.set(Phase.BUILDING)
         self._seed_all()
         try:
-            named = job_file.entries(job, lambda _: self._made(), self._cut)
+            named = job_file.entries(job, lambda _: self._made(), self._cut, _is_sequence)
         except BaseException as error:
             blame.blame_user("model()", error, early=True, note=_hint(error))
         self.names = self._names_of(job, list(named))
@@ -115,7 +115,7 @@ class Model:
         except Exception as error:
             log.info("the model is built as a whole: %s", error)
         else:
-            if not job_file.is_sequence(made):
+            if not _is_sequence(made):
                 self._order = order
                 return made
         self._seed_all()
@@ -303,6 +303,11 @@ def shared_buffers(entries: Sequence[Any]) -> tuple[SharedBuffer, ...]:
         for buffer in entry.buffers() if isinstance(entry, nn.Module) else ():
             places.setdefault(id(buffer), []).append(index)
     return tuple(sorted({SharedBuffer(p[0], p[-1]) for p in places.values() if p[0] < p[-1]}))
+
+
+def _is_sequence(model: Any) -> bool:
+    """Return whether a model is a sequence of layers, without a hook that none of them has."""
+    return job_file.is_sequence(model) and not (isinstance(model, nn.Module) and is_hooked(model))
 
 
 def _hint(error: BaseException) -> str:
