@@ -26,7 +26,7 @@ from pipeworker.trace.timeline import ActionSpan, Command, WorkerLife
 _Begins = dict[tuple[Edge, int], float]
 """When the send, or the receive, of each frame began."""
 _BEFORE = {Kind.SUM: Kind.SCATTER, Kind.GATHER: Kind.SUM}
-"""What the other replicas must have begun."""
+"""By action, the one that the other replicas must have begun before it ends."""
 
 
 @dataclass(frozen=True, slots=True)

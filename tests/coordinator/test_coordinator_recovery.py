@@ -412,7 +412,7 @@ def lost_snapshot(job: ScriptedJob) -> list[Effect]:
 
 
 def test_without_its_snapshot_a_job_continues_from_the_newest_checkpoint() -> None:
-    """That is no further loss, and there is one warning."""
+    """The job counts no further loss, and warns once."""
     job = replaceable_job(checkpoint_every="2", max_restarts=1, min_stages=1).running()
     for step in (1, 2, 3):
         job.step(step)

@@ -6,7 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from hypothesis import strategies as st
+
 from pipeworker.plan.actions import RECEIVES, SENDS, Action, Edge, Kind, edge_of, format_actions
+from pipeworker.plan.orders import Order
 from pipeworker.plan.schedule import CHANNEL_CAPACITY, Schedule, is_bounded
 from pipeworker.plan.simulate import Costs, simulate, timeline
 from pipeworker.record.metrics.rows import Rows
@@ -29,6 +32,18 @@ def start_of(rank: int, generation: int = 1, **more: Any) -> dict[str, Any]:
         "time": 1e9,
         **more,
     }
+
+
+def draw_schedule(
+    data: st.DataObject, order: Order, workers: int, microbatches: int
+) -> tuple[Schedule, Costs]:
+    """Draw the recompute modes of an order's stages, and what each of them costs."""
+    placement = order.place(workers)
+    modes = [data.draw(st.sampled_from(["never", "always"])) for _ in range(placement.stages)]
+    seconds = st.floats(0.001, 0.1)
+    forward, first = (tuple(data.draw(seconds) for _ in range(placement.stages)) for _ in range(2))
+    costs = Costs(forward, tuple(2 * each for each in first), first)
+    return order.build(placement, microbatches, modes), costs
 
 
 def lives_of(

@@ -28,7 +28,7 @@ from pipeworker.trace.causes import (
 )
 from pipeworker.trace.timeline import Command, WorkerLife
 from support.facts import DRAWN_ORDERS
-from support.timelines import BASE, lives_of
+from support.timelines import BASE, draw_schedule, lives_of
 
 UPDATE, LATE, BEFORE = 0.004, 0.003, 0.006
 """Seconds of a step of :func:`lives_of` besides its actions: the update, what comes after the last
@@ -47,12 +47,7 @@ def explained(lives: list[WorkerLife]) -> Breakdown:
 def test_the_parts_of_every_worker_add_up_to_the_time_of_the_steps(
     order: Order, workers: int, microbatches: int, data: st.DataObject
 ) -> None:
-    placement = order.place(workers)
-    modes = [data.draw(st.sampled_from(["never", "always"])) for _ in range(placement.stages)]
-    schedule = order.build(placement, microbatches, modes)
-    seconds = st.floats(0.001, 0.1)
-    forward, first = (tuple(data.draw(seconds) for _ in range(placement.stages)) for _ in range(2))
-    costs = Costs(forward, tuple(2 * each for each in first), first)
+    schedule, costs = draw_schedule(data, order, workers, microbatches)
     lives = lives_of(schedule, costs, late=LATE)
     found = explained(lives)
     makespan = simulate(schedule, costs).makespan

@@ -1,4 +1,4 @@
-"""What waits for data() and for a late command cost every worker, in recorded steps."""
+"""The costs, for every worker, of waits for data() and for a late command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pipeworker.trace.timeline import WorkerLife
 from pipeworker.trace.waits import Waits
 from support.draws import draws
 from support.facts import DRAWN_ORDERS
-from support.timelines import BASE, recorded_lives
+from support.timelines import BASE, draw_schedule, recorded_lives
 
 
 def schedule_of(name: str, workers: int, microbatches: int, replicas: int = 1) -> Schedule:
@@ -43,12 +43,7 @@ def explained(lives: Sequence[WorkerLife]) -> Breakdown:
 def test_data_costs_every_worker_as_much_as_it_adds_to_the_step(
     order: Order, workers: int, microbatches: int, load: float, data: st.DataObject
 ) -> None:
-    placement = order.place(workers)
-    modes = [data.draw(st.sampled_from(["never", "always"])) for _ in range(placement.stages)]
-    schedule = order.build(placement, microbatches, modes)
-    seconds = st.floats(0.001, 0.1)
-    forward, first = (tuple(data.draw(seconds) for _ in range(placement.stages)) for _ in range(2))
-    costs = Costs(forward, tuple(2 * each for each in first), first)
+    schedule, costs = draw_schedule(data, order, workers, microbatches)
     without, slow = (explained(recorded_lives(schedule, costs, [each])) for each in (0.0, load))
     added = slow.seconds - without.seconds
     assert slow.workers[0].idle[DATA] == pytest.approx(load)
