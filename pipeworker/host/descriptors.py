@@ -80,10 +80,10 @@ def check_available(descriptors: int, threads: int) -> None:
             end.set()
 
 
-def check_tasks(needed: int, who: str = "the workers of this host need") -> None:
+def check_tasks(needed: int, need: str = "the workers of this host need") -> None:
     """Check that so many more processes and threads are free under the system's limits.
 
-    An error begins with `who` needs them.
+    `need` is the subject of the error and its verb.
 
     Raises:
         OSError: they are not.
@@ -92,7 +92,7 @@ def check_tasks(needed: int, who: str = "the workers of this host need") -> None
     if free and min(free) < needed:
         raise OSError(
             errno.EAGAIN,
-            f"{os.strerror(errno.EAGAIN)}: {who} at least {needed} processes and threads, and "
+            f"{os.strerror(errno.EAGAIN)}: {need} at least {needed} processes and threads, and "
             f"{min(free)} are free; raise the limit (ulimit -u, pids.max of the cgroup) or start "
             "fewer workers on this host",
         )

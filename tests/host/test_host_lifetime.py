@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeworker.host import lifetime
 from support.jobs import until
 
 CHILD = """
@@ -41,3 +42,21 @@ def test_a_process_dies_with_its_parent_while_bound_to_it(where: str) -> None:
             assert child.exists()
             parent.stdin.close()
         until(lambda: not child.exists())
+
+
+@pytest.mark.parametrize("safe", ["", "1"], ids=["as usual", "PYTHONSAFEPATH"])
+def test_a_process_starts_beside_files_named_like_modules_of_python(
+    tmp_path: Path, safe: str
+) -> None:
+    """The coordinator ends at once, because it gets no configuration."""
+    for name in ("signal", "sys", "importlib"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
+    done = subprocess.run(
+        lifetime.command("pipeworker.coordinator.service"),
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONSAFEPATH": safe},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (1, "")

@@ -1,4 +1,4 @@
-"""Neighbours: files beside a job file named like modules of pipeworker and of Python."""
+"""Neighbours: files beside a job file that have the names of modules of pipeworker."""
 
 from __future__ import annotations
 
@@ -15,8 +15,5 @@ PRINTED = "found" + " the user's" * 5
 
 
 def write_neighbours(jobs: Jobs) -> None:
-    for name in (
-        *("cli.py", "launcher/__init__.py", "launcher/local.py", "plan.py", "worker.py"),
-        *("signal.py", "importlib/__init__.py"),
-    ):
+    for name in ("cli.py", "launcher/__init__.py", "launcher/local.py", "plan.py", "worker.py"):
         jobs.write('OWNER = "the user\'s"\n', name)

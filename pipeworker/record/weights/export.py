@@ -43,7 +43,7 @@ CAST_ELEMENTS = 1 << 22  # elements that are cast at once
 class Exported:
     """The numbers of tensors and files of an export, and whether a folder has them.
 
-    They are the weights after the `step`.
+    `step` is the optimizer step after which the exported checkpoint was saved.
     `infinite` names the tensors with finite values beyond the range of the requested dtype;
     `leaves_adapters` says that the run has adapters, and that these were not asked for alone.
     """

@@ -16,7 +16,13 @@ from pipeworker.facts.outline import LayerKind, Outline
 from pipeworker.host.position import Tracker
 from pipeworker.job.file import JobFile
 from pipeworker.job.options import Options
-from pipeworker.worker.model.survey import Found, Survey, pack_outline, unpack_outline
+from pipeworker.worker.model.survey import (
+    Found,
+    Survey,
+    fresh_layer,
+    pack_outline,
+    unpack_outline,
+)
 from pipeworker.worker.profile.counts import counting
 from pipeworker.worker.profile.measure import LayerCall
 from pipeworker.worker.profile.outline import Drawing, Examine, with_loss
@@ -277,3 +283,13 @@ def test_the_reason_is_kept_why_a_layer_cannot_be_counted(monkeypatch: pytest.Mo
     (kind,) = outlined([nn.Linear(8, 8)], torch.zeros(6, 8), drawer((), count)).kinds
     assert kind.counted is None
     assert problems == ["layer 0: ValueError: no counts"]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_layer_is_copied_though_its_weight_has_a_graph() -> None:
+    layer, x = nn.utils.weight_norm(nn.Linear(3, 3)), torch.randn(2, 3)
+    expected = layer(x)
+    copied = fresh_layer(nn.Sequential(layer), 0, 0)
+    torch.nn.init.zeros_(layer.get_parameter("weight_g"))
+    assert torch.equal(copied(x), expected)
+    assert layer(x).ne(expected).any()
