@@ -21,7 +21,7 @@ from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.stage.values import distinct_tensors, map_tensors
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.layout import aligned_copy, have_common_elements
-from pipeworker.worker.transport.unchanged import Unchanged
+from pipeworker.worker.transport.unchanged import Unchanged, counted
 
 Handler = Callable[[int], None]
 """Performs an action for the micro-batch of a number."""
@@ -179,6 +179,7 @@ def local_transfer(edge: Edge, source: StageChannels, target: StageChannels) -> 
         value = extract(mb)
         wants_grad: Sequence[bool] = ()
         if in_graph:  # each stage has a graph of its own
+            value = map_tensors(counted, value)
             wants_grad = [tensor.requires_grad for tensor in distinct_tensors(value)]
             # The target may work in place, also on memory that leaves the source in another value.
             copies = _shares_memory(mb, value)

@@ -50,9 +50,12 @@ def pipeline_of(first: nn.Module, placement: Placement) -> Pipeline:
     return Pipeline(layers, mse, batches, filled(placement, "never"), microbatches=4, optimizer=sgd)
 
 
-@pytest.mark.parametrize(
+PLACEMENTS = pytest.mark.parametrize(
     "placement", [Placement.identity(2), Placement(((0, 1),))], ids=["sent", "on one worker"]
 )
+
+
+@PLACEMENTS
 def test_an_output_that_is_overwritten_before_it_is_read_is_an_error(placement: Placement) -> None:
     what = r"the output of layer 0 \(Reusing\) for micro-batch 0"
     with pytest.raises(PipeworkerError, match=rf"{what}: was changed in place .* as out\.clone"):
@@ -60,8 +63,9 @@ def test_an_output_that_is_overwritten_before_it_is_read_is_an_error(placement: 
     assert len(pipeline_of(Reusing(clones=True), placement).train(2).losses) == 2
 
 
-def test_outputs_made_in_inference_mode_are_copied_before_they_are_sent() -> None:
-    pipeline = pipeline_of(Inferring(), Placement.identity(2))
+@PLACEMENTS
+def test_outputs_made_in_inference_mode_are_copied(placement: Placement) -> None:
+    pipeline = pipeline_of(Inferring(), placement)
     torch.manual_seed(0)
     layers: list[nn.Module] = [Doubling(), nn.Linear(WIDTH, WIDTH)]
     batches = [(torch.randn(8, WIDTH), torch.randn(8, WIDTH)) for _ in range(2)]
