@@ -144,6 +144,41 @@ def test_a_signal_saves_a_checkpoint_and_no_later_step_is_lost(
     assert [row["loss"] for row in done.metrics] == [row["loss"] for row in whole.metrics]
 
 
+@pytest.mark.parametrize("stages", ["1", "3"])
+def test_a_signal_does_not_wait_for_an_evaluation(jobs: Jobs, stages: str) -> None:
+    """The pass of the interrupted run has no end; the resumed run begins with a whole one."""
+    source = RICH.replace(
+        """def evaluation():
+        yield torch.randn(8, 16), torch.randint(0, 4, (8,))
+""",
+        """def evaluation():
+        from pathlib import Path
+        yield torch.randn(8, 16), torch.randint(0, 4, (8,))
+        while HELD and Path("endless").exists():
+            Path("begun").touch()
+            yield torch.randn(8, 16), torch.randint(0, 4, (8,))
+""",
+    )
+    assert source != RICH
+    (jobs.folder / "endless").touch()
+    words = ("--stages", stages, *WORDS, "--steps", "5")
+    process, path = jobs.start(*words, "--", "held", source=source)
+    (jobs.folder / "go").touch()
+    until((jobs.folder / "begun").exists)
+    process.send_signal(signal.SIGTERM)
+    stdout, stderr = process.communicate(timeout=60)
+    (jobs.folder / "endless").unlink()
+    assert process.returncode == 130, stderr
+    assert "the evaluation after step 2 is not complete; --resume begins with it" in stderr
+    assert not (path / "evaluation.jsonl").exists()
+    done = resumed(jobs, Run(130, stdout, stderr, path), "--stages", "2")
+    assert done.status == 0, done.stderr
+    whole = jobs.train(*words, source=source)
+    assert_same(done, whole)
+    rows = [(run.path / "evaluation.jsonl").read_text() for run in (done, whole)]
+    assert rows[0] == rows[1]
+
+
 SLIP = (
     JOB
     + """

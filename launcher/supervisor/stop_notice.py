@@ -8,7 +8,6 @@ from pipeworker.wire.lines import Warned
 _AGAIN = "interrupt again to stop at once"
 _STEP = f"stopping after this step, with a checkpoint; {_AGAIN}"
 _EARLY = f"stopping before the first step, so without a checkpoint; {_AGAIN}"
-_EVALUATION = f"stopping after this evaluation; {_AGAIN}"
 
 
 class StopNotice:
@@ -20,10 +19,8 @@ class StopNotice:
 
     def stopping(self, reason: str, steps: int, *, trains: bool) -> Warned:
         """Return the warning after `steps`; `trains` says whether all workers have joined."""
-        if self._options.plan_only:
+        if self._options.plan_only or self._options.evaluate_only:
             return Warned(f"{reason}stopping; {_AGAIN}")
-        if self._options.evaluate_only:
-            return Warned(reason + _EVALUATION)
         self._early = not trains and steps == self._options.resume_step
         return Warned(reason + (_EARLY if self._early else _STEP))
 

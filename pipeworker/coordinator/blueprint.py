@@ -268,6 +268,7 @@ class Blueprint:
             tuple(file for rank in sorted(written.files) for file in written.files[rank]),
             state.evaluation,
             state.epoch,
+            state.evaluation_due,
         )
 
     @property

@@ -65,8 +65,8 @@ class MakePlan:
 class Commit:
     """A request to complete the checkpoint of `step`, whose parts have all been written.
 
-    `ties` and `layers` are names; the evaluation is that of this very step; `epoch` is the number
-    of epochs that a user's own loop has ended.
+    `ties` and `layers` are names; the evaluation is that of this very step, and may still be due;
+    `epoch` is the number of epochs that a user's own loop has ended.
     """
 
     step: int
@@ -76,6 +76,7 @@ class Commit:
     files: tuple[CheckpointFile, ...] = ()
     evaluation: Evaluation | None = None
     epoch: int = 0
+    evaluation_due: bool = False
 
 
 @dataclass(frozen=True, slots=True)

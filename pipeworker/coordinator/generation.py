@@ -29,7 +29,7 @@ from pipeworker.coordinator.fact_finding import FactFinding
 from pipeworker.coordinator.lifecycle import SAVES, Lifecycle, State
 from pipeworker.coordinator.roster import Member
 from pipeworker.coordinator.steps.call_loop import CallLoop, Loop
-from pipeworker.coordinator.steps.loop import Due, common_batch
+from pipeworker.coordinator.steps.loop import Due, FileLoop, common_batch
 from pipeworker.coordinator.store import KeyValueStore
 from pipeworker.errors import AGAIN, ProtocolError, UsageError
 from pipeworker.facts.failure import Cause, Failure
@@ -42,6 +42,7 @@ from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Hello, S
 from pipeworker.wire.messages.profile import Measured
 from pipeworker.wire.messages.step import (
     Call,
+    EndPass,
     Evaluate,
     EvaluationDone,
     RunStep,
@@ -111,6 +112,16 @@ class Generation(FactFinding):
         if self.interrupted is not None and (self.stopped.failure or not self.loop.finished):
             return self.over(self.stopped)
         return self._advance(self._due, now)
+
+    def interrupt(self, now: float) -> list[Effect]:
+        """Stop the job at the end of the step; an evaluation pass ends with what has been read."""
+        repeated = self.interrupted is not None
+        effects = Lifecycle.interrupt(self, now)
+        reader = self.roster.members.get(self.placement.rank_of(0))
+        in_pass = self.state is State.EVALUATING and isinstance(self.loop, FileLoop)
+        if repeated or not in_pass or reader is None:
+            return effects
+        return [*effects, self.send(reader.peer, EndPass(self._step))]
 
     @property
     def activity(self) -> Activity:
@@ -216,7 +227,10 @@ class Generation(FactFinding):
             return []
         done = [m.done for m in self.members if m.done]
         warnings = [Warned(text) for text in self.snapshots.step_done(done, self.writers)]
-        return [*warnings, *self._advance(self.loop.step_done(done, now), now)]
+        due = self.loop.step_done(done, now)
+        if self.interrupted is not None and isinstance(self.loop, FileLoop) and self.loop.evaluates:
+            due = self.loop.leave_evaluation(due)
+        return [*warnings, *self._advance(due, now)]
 
     def _on_evaluated(self, member: Member, message: EvaluationDone, now: float) -> list[Effect]:
         if message.result and message.rank != self.placement.rank_of(self.placement.stages - 1):
@@ -231,6 +245,8 @@ class Generation(FactFinding):
             return []
         if isinstance(self.loop, CallLoop) and (self._pass_failure or self.loop.predicts):
             return self._advance(self.loop.pass_done(self._pass_failure), now)
+        if self.interrupted is not None and isinstance(self.loop, FileLoop):
+            return self._advance(self.loop.leave_evaluation(Due()), now)
         if self._evaluation is None:
             text = "no worker reported the result of the evaluation pass"
             return self.fail(Failure(Cause.INTERNAL, text))
@@ -285,9 +301,12 @@ class Generation(FactFinding):
             return [*due.effects, *self.over(self.stopped)]
         if due.can_save and saved:
             self.progress.save_requested = False
-        save_due = due.can_save and not saved and (due.is_best or self.save_is_due(now))
+        rewrites = due.is_best and self.progress.outdated  # a checkpoint without its evaluation
+        wanted = rewrites or (not saved and (due.is_best or self.save_is_due(now)))
+        save_due = due.can_save and wanted
         full = due.is_best and self.snapshots.checkpoint_slot is None  # it must not be skipped
-        blocks = stops or self.loop.finished or (save_due and (full or self.save_blocks))
+        waits = rewrites or full or self.save_blocks
+        blocks = stops or self.loop.finished or (save_due and waits)
         if due.must_save or (blocks and not complete):
             return self._save(due, now)
         command = self.loop.next(now)
@@ -356,7 +375,7 @@ class Generation(FactFinding):
         self.begin_write(slot, now)
         self.await_all(State.SAVING)
         self.awaited = set(range(self.writers))
-        save = Advance(Save(self._step, slot), due.update)
+        save = Advance(Save(self._step, slot, self.progress.evaluation_due), due.update)
         return self._send_all([save] * self.placement.ranks, due.effects)
 
     def save_last(self) -> list[Effect]:

@@ -165,7 +165,8 @@ class Lifecycle:
         if self.interrupted is not None:
             return []
         self.interrupted = now
-        if self.state in BEFORE_STEPS and not self.progress.has_unsaved(self.progress.steps):
+        unsaved = self.progress.has_unsaved(self.progress.steps)
+        if self.options.evaluate_only or (self.state in BEFORE_STEPS and not unsaved):
             return self.over(self.stopped)
         return [Log(f"interrupted: stopping at the end of the step, {self.waiting}")]
 

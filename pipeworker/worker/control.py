@@ -31,6 +31,7 @@ from pipeworker.wire import codec, reliable_stream
 from pipeworker.wire.connection import Connection
 from pipeworker.wire.messages.directions import Advance, Finish, FromWorker, ToWorker
 from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Ping, Signalled
+from pipeworker.wire.messages.step import EndPass
 from pipeworker.wire.messages.store import StoreOperation, StoreReply, StoreRequest
 from pipeworker.wire.reliable_stream import ReliableStream
 from pipeworker.worker.settings import Settings
@@ -63,6 +64,7 @@ class Control:
     Attributes:
         name: the worker's name in messages, ``rank 1`` until its stages are known.
         ended: the reason of the job's end, once it has ended.
+        ended_pass: the step whose evaluation pass the coordinator has asked to end, -1 for none.
         silence_timeout: seconds that the coordinator may be silent, once the job's options are
             known.
         memory: returns the bytes that the worker uses; called in the control thread.
@@ -83,6 +85,7 @@ class Control:
         self._signalled: set[int] = set()
         self.name = f"rank {settings.rank}"
         self.ended: Abort | None = None
+        self.ended_pass = -1
         self.silence_timeout: float | None = None
         self.memory: Callable[[], int] = lambda: 0
         self.held: Callable[[], int] = lambda: 0
@@ -337,6 +340,8 @@ class Control:
                     waiting.put(message)
             elif isinstance(message, Abort):
                 self._end(message)
+            elif isinstance(message, EndPass):
+                self.ended_pass = message.step
             elif isinstance(message, ToWorker):
                 if isinstance(message, Advance):
                     self._finished = isinstance(message.next, Finish)

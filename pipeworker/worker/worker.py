@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from typing_extensions import assert_never
@@ -207,7 +208,10 @@ class Worker:
                 return self._run(command, worker)
             case Evaluate():
                 with recorder.during(EVALUATION):
-                    return self.evaluate(command.step, worker.loaded.evaluation())
+                    worker.state.begin_pass()
+                    control, batches = worker.loaded.control, worker.loaded.evaluation()
+                    wanted = takewhile(lambda _: control.ended_pass != command.step, batches)
+                    return self.evaluate(command.step, wanted)
             case Save():
                 with recorder.during(SAVE):
                     return worker.state.save(command, worker.position)

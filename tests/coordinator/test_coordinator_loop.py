@@ -214,19 +214,6 @@ def test_an_evaluation_after_the_last_step_comes_before_the_save() -> None:
     assert sent_to(job.evaluated(1), 0) == [Advance(Save(1), Evaluated(0.5))]
 
 
-def test_an_interrupt_during_an_evaluation_ends_after_it() -> None:
-    job = ScriptedJob(2, evaluate_every=1).running()
-    job.step(1)
-    job.interrupt()
-    assert job.state() is State.EVALUATING
-    job.evaluated(1)
-    assert of(job.effects, Evaluation)
-    assert job.state() is State.SAVING
-    job.saved()
-    job.checkpoint_committed()
-    assert job.ended.status == "interrupted"
-
-
 def test_no_step_begins_before_every_worker_has_evaluated() -> None:
     job = ScriptedJob(3, evaluate_every=1).running()
     job.step(1)

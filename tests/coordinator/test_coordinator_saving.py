@@ -138,7 +138,6 @@ def test_a_checkpoint_has_only_the_evaluation_of_its_own_step() -> None:
     job.step(1)
     job.evaluated(1)
     job.request_checkpoint()
-    job.interrupt()
     job.step(2, batch=None)
     job.evaluated(2, 0.25)
     assert job.saved() == [commit(2, evaluation=evaluation_of(2, 0.25))]
@@ -385,12 +384,3 @@ def test_a_requested_checkpoint_and_an_interrupt_save_once() -> None:
     job.checkpoint_committed()
     assert job.ended.status == "interrupted"
     assert of(job.effects, Commit) == [commit(1)]
-
-
-def test_an_interrupt_waits_for_a_due_evaluation() -> None:
-    """Otherwise a resumed run would lack it."""
-    job = ScriptedJob(2, evaluate_every=1).running()
-    job.interrupt()
-    assert saves(job.step(1)) == []
-    assert job.state() is State.EVALUATING
-    assert saves(job.evaluated(1)) == [Advance(Save(1), Evaluated(0.5))] * 2

@@ -32,7 +32,7 @@ class _Control(Control):
     """A control connection that only answers the store's operations."""
 
     def __init__(self) -> None:
-        self.name = "rank 0"
+        self.name, self.ended_pass = "rank 0", -1
         self.clock = BestSamples()
         self._request = LocalStore().connect()
 

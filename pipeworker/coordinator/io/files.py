@@ -131,6 +131,7 @@ class RunFiles:
             scaler,
             {"step": evaluation.step, **evaluation.row()} if evaluation else None,
             commit.epoch,
+            commit.evaluation_due,
         )
 
         def complete() -> CheckpointEnded:

@@ -186,13 +186,20 @@ class FileLoop(BaseLoop):
     def __init__(self, options: Options, placement: Placement, progress: Progress) -> None:
         super().__init__(options, placement, progress)
         first = options.evaluate_first and not self._step
-        self._evaluate = first or options.evaluate_only
+        progress.evaluation_due = progress.evaluation_due and options.evaluate_every is not None
+        self._evaluate = first or options.evaluate_only or progress.evaluation_due
 
     @property
     def finished(self) -> bool:
         """Whether there are no more commands."""
         ended = self._has_ended or self._is_impatient
-        return ended and not self._half_done and not self._evaluate
+        evaluates = self._evaluate or self._progress.evaluation_due
+        return ended and not self._half_done and not evaluates
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the next command is an evaluation pass."""
+        return self._evaluate
 
     @property
     def _has_ended(self) -> bool:
@@ -233,6 +240,13 @@ class FileLoop(BaseLoop):
             due = replace(due, effects=(*due.effects, Warned(_LONG, note=True)))
         return replace(due, can_save=not self._evaluate)
 
+    def leave_evaluation(self, due: Due) -> Due:
+        """Leave an evaluation pass that is due, or was interrupted, to the run that resumes."""
+        text = f"the evaluation after step {self._step} is not complete; --resume begins with it"
+        self._evaluate, self._progress.evaluation_due = False, True
+        note = Warned(text, note=True)
+        return replace(due, effects=(*due.effects, note), can_save=True)
+
     @property
     def _more(self) -> bool:
         """Whether the next mini-batch may belong to the same step."""
@@ -247,6 +261,8 @@ class FileLoop(BaseLoop):
         progress.evaluation = evaluation
         progress.evaluated = max(evaluation.step, progress.evaluated)
         is_best = progress.evaluations.add(evaluation)
+        progress.outdated = progress.outdated or progress.evaluation_due
+        progress.evaluation_due = False
         # An evaluation before the first step leaves the numbers of training as they are.
         return Due(
             Evaluated(evaluation.loss) if evaluation.step else None,

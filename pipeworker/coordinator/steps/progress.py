@@ -60,9 +60,11 @@ class Progress:
         recorded: the last step whose row is recorded; a step that is repeated after a loss gives
             the same row, which is not recorded again.
         evaluated: the last step whose evaluation is recorded; -1 if there is none.
+        evaluation_due: whether the evaluation pass after the last step was left to a resumed run.
         evaluations: the evaluation passes up to the last completed step.
         saved: the step of the last checkpoint, -1 if there is none.
-        outdated: whether an own loop has changed the state since the checkpoint of this step.
+        outdated: whether the state has changed since the checkpoint of this step: by an own loop,
+            or by the evaluation that was due.
         saved_at: the time at which the last checkpoint was begun.
         failed_saves: checkpoints that failed since the last complete one.
         seconds: the duration of the last step.
@@ -82,6 +84,7 @@ class Progress:
     has_run: bool = False
     recorded: int = 0
     evaluated: int = -1
+    evaluation_due: bool = False
     evaluations: Evaluations = field(default_factory=lambda: Evaluations(Criterion("loss")))
     saved: int = -1
     outdated: bool = False
@@ -128,7 +131,7 @@ class Progress:
         """The coordinator's part of a snapshot or checkpoint of the current step."""
         current = self.evaluation and self.evaluation.step == self.steps
         evaluation = self.evaluation if current else None
-        return JobState(self.steps, self.scaler, evaluation, self.epoch)
+        return JobState(self.steps, self.scaler, evaluation, self.epoch, self.evaluation_due)
 
     def has_unsaved(self, step: int) -> bool:
         """Return whether the state after a step up to `step` is in no checkpoint."""
@@ -144,7 +147,7 @@ class Progress:
         self._meter.begin()
         self.outdated = False
         self.steps, self.scaler, self.evaluation = state.step, state.scaler, state.evaluation
-        self.epoch = state.epoch
+        self.epoch, self.evaluation_due = state.epoch, state.evaluation_due
         self.evaluations.roll_back(state.step)
 
     def end_epoch(self) -> None:

@@ -41,12 +41,14 @@ class JobState:
 
     Attributes:
         epoch: the epochs that a user's own loop has ended.
+        evaluation_due: whether the job was stopped before the evaluation pass of the step ended.
     """
 
     step: int
     scaler: LossScaler | None = None
     evaluation: Evaluation | None = None
     epoch: int = 0
+    evaluation_due: bool = False
 
 
 @dataclass(slots=True)

@@ -89,6 +89,7 @@ class Manifest:
         scaler: the state of the loss scale, with fp16.
         evaluation: the row of the evaluation pass after exactly this step, if there was one.
         epoch: the epochs that a user's own loop had ended.
+        evaluation_due: whether an evaluation pass after this step was interrupted, or not begun.
     """
 
     step: _Count
@@ -99,6 +100,7 @@ class Manifest:
     scaler: dict[str, Any] | None = None
     evaluation: dict[str, _Count | float] | None = None
     epoch: _Count = 0
+    evaluation_due: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``manifest.json``."""
@@ -107,6 +109,7 @@ class Manifest:
             "scaler": self.scaler,
             "evaluation": self.evaluation,
             "epoch": self.epoch,
+            "evaluation_due": self.evaluation_due,
         }
         content = {
             "version": VERSION,
@@ -198,7 +201,7 @@ def _checksum(content: dict[str, Any]) -> int:
 
 def _field(name: str, kind: Any, content: dict[str, Any]) -> Any:
     """Return a field of ``manifest.json``; raise msgspec.ValidationError if it is invalid."""
-    value = content.get(name, {"ties": [], "epoch": 0}.get(name))
+    value = content.get(name, {"ties": [], "epoch": 0, "evaluation_due": False}.get(name))
     try:
         return msgspec.convert(value, kind)
     except ValueError as error:  # a text may have no encoding

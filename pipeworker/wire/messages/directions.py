@@ -19,6 +19,7 @@ from pipeworker.wire.messages.profile import Measure, Measured
 from pipeworker.wire.messages.step import (
     Call,
     Change,
+    EndPass,
     Evaluate,
     EvaluationDone,
     RunStep,
@@ -53,7 +54,7 @@ class Advance:
 _WhileJoining = Hello | Described | Measured | Ready | StoreRequest
 _WhileRunning = Upcoming | StepDone | EvaluationDone | Call | Saved
 FromWorker = _WhileJoining | _WhileRunning | Heartbeat | Failed | Signalled
-ToWorker = Welcome | Measure | Plan | Advance | StoreReply | Ping | Abort
+ToWorker = Welcome | Measure | Plan | Advance | EndPass | StoreReply | Ping | Abort
 Message = FromWorker | ToWorker
 
 

@@ -157,6 +157,16 @@ class Evaluate:
     step: int
 
 
+@dataclass(frozen=True, slots=True)
+class EndPass:
+    """A request to the worker with stage 0: read no more of the evaluation pass after `step`.
+
+    All workers complete the mini-batches that have been read, and report as at the pass's end.
+    """
+
+    step: int
+
+
 class CallKind(Enum):
     """The kind of a call."""
 

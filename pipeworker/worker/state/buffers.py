@@ -1,4 +1,4 @@
-"""The buffers that a step changes, as they were before it.
+"""The buffers that a step or an evaluation pass changes, as they were before it.
 
 Weights and optimizer state change in updates alone. But a forward in training mode changes buffers,
 such as the running statistics of batch norm, so a step that fails leaves them half changed.
@@ -6,12 +6,15 @@ such as the running statistics of batch norm, so a step that fails leaves them h
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from pipeworker.worker.blame import user_code
 from pipeworker.worker.internals import version_of
 
 
@@ -83,3 +86,42 @@ class BufferGuard:
                 if getattr(module, name, None) is not before.tensor:
                     setattr(module, name, before.tensor)
         return ""
+
+
+class PassGuard:
+    """The buffers and the extra state of some layers, as they are before an evaluation pass.
+
+    Most layers change neither in eval mode. But a pass that is interrupted has changed them by a
+    part of its mini-batches, and the run that resumes repeats the whole pass.
+
+    Raises:
+        UserCodeError: ``get_extra_state()`` of a module raised.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        modules = [module for layer in layers for module in layer.modules()]
+        self._buffers = [
+            (module, name, tensor, tensor.detach().clone())
+            for module in modules
+            for name, tensor in module.named_buffers(recurse=False)
+        ]
+        self._extra: list[tuple[nn.Module, Any]] = []
+        for module in modules:
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                with user_code("get_extra_state()"):
+                    self._extra.append((module, copy.deepcopy(module.get_extra_state())))
+
+    def restore(self) -> None:
+        """Restore the layers.
+
+        Raises:
+            UserCodeError: ``set_extra_state()`` of a module raised.
+        """
+        with torch.no_grad():
+            for module, name, tensor, before in self._buffers:
+                tensor.copy_(before)
+                if getattr(module, name, None) is not tensor:
+                    setattr(module, name, tensor)
+        for module, before in self._extra:
+            with user_code("set_extra_state()"):
+                module.set_extra_state(before)

@@ -26,7 +26,7 @@ from pipeworker.worker.blame import user_code
 from pipeworker.worker.internals import loads_itself
 from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.local_stages import LocalStages
-from pipeworker.worker.state.buffers import BufferGuard
+from pipeworker.worker.state.buffers import BufferGuard, PassGuard
 from pipeworker.worker.state.snapshot_writer import Position, SnapshotWriter
 from pipeworker.worker.step.reduction import Files, Reduction
 from pipeworker.worker.transport.snapshot_transfer import (
@@ -156,7 +156,9 @@ class State:
         layers = [layer for stage in stages.stages.values() for layer in stage.layers]
         self.guards = not loaded.settings.to_log
         self.at: Position = None
+        self._layers = layers
         self._buffers = BufferGuard(layers if self.guards else ())
+        self._before_pass: PassGuard | None = None
         self._before_step: tuple[Position] | None = None
         self._loaded, self._role, self._stages = loaded, loaded.role, stages
         self._tracker = loaded.settings.tracker
@@ -275,6 +277,7 @@ class State:
 
     def begin_step(self, at: Callable[[], Position]) -> None:
         """Keep what a step changes before its update; `at` returns the position in the data."""
+        self._before_pass = None
         if self.guards:
             self._buffers.begin()
             self._before_step = (at(),)
@@ -283,6 +286,10 @@ class State:
         """Note that the step is whole."""
         self._buffers.end()
         self._before_step = None
+
+    def begin_pass(self) -> None:
+        """Keep what an evaluation pass may change, until the next step."""
+        self._before_pass = PassGuard(self._layers)
 
     def wait_copied(self) -> None:
         """Wait until the snapshot in progress is copied, because weights are about to change."""
@@ -303,6 +310,8 @@ class State:
         if not self._role.writes_checkpoint:
             self._tracker.wait()
             return None
+        if save.evaluation_due and self._before_pass is not None:
+            self._before_pass.restore()
         changed = self._buffers.restore()  # the job may end within a step
         if self._before_step is not None:
             (at,) = self._before_step

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from pipeworker.worker.state.buffers import BufferGuard
+from pipeworker.worker.state.buffers import BufferGuard, PassGuard
 
 
 class Averages(nn.Module):
@@ -27,7 +29,7 @@ class Averages(nn.Module):
 
 
 def state(layers: list[nn.Module]) -> dict[str, torch.Tensor]:
-    return {key: value.clone() for key, value in nn.Sequential(*layers).state_dict().items()}
+    return {key: value.clone() for key, value in nn.Sequential(*layers).named_buffers()}
 
 
 def test_what_a_failed_step_has_changed_is_restored() -> None:
@@ -66,3 +68,37 @@ def test_a_buffer_that_no_step_before_has_changed_cannot_be_restored() -> None:
     guard.begin()
     layers[0](torch.zeros(1))
     assert guard.restore() == "Averages.placed"
+
+
+class Counts(Averages):
+    """Also counts its calls, in its extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append(len(x))
+        return super().forward(x)
+
+    def get_extra_state(self) -> Any:
+        return self.calls
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state
+
+
+def test_what_an_interrupted_pass_has_changed_is_restored() -> None:
+    """Its first pass as well: no step has shown which buffers change."""
+    layer = Counts()
+    net = nn.Sequential(layer, nn.BatchNorm1d(3)).eval()
+    net(torch.randn(2, 3))
+    before = state([net])
+    guard = PassGuard([net])
+    for _ in range(2):
+        net(torch.randn(4, 3))
+    assert layer.calls == [2, 4, 4]
+    guard.restore()
+    assert layer.calls == [2]
+    after = state([net])
+    assert all(torch.equal(before[key], after[key]) for key in before)
