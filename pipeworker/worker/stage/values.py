@@ -81,6 +81,7 @@ def _listed(items: list[str]) -> str:
 
 def checksums(value: Any) -> tuple[int, ...]:
     """Return the sum of the bytes of each distinct tensor of a value: equal for equal bits."""
-    dense = (t.detach() for t in distinct_tensors(value) if t.layout is torch.strided)
+    tensors = (t.detach() for t in distinct_tensors(value))
+    dense = (t for t in tensors if t.layout is torch.strided and not t.is_nested)
     flat = (t.resolve_conj().resolve_neg().reshape(-1) for t in dense)
     return tuple(int(t.view(torch.uint8).sum()) for t in flat)

@@ -104,7 +104,10 @@ def has_layout(tensor: torch.Tensor, layout: Layout) -> bool:
 
 def check_dense(tensor: torch.Tensor) -> None:
     """Raise PipeworkerError if a tensor has no layout: it is sparse, quantized, or the like."""
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.is_nested or tensor.is_quantized:
+        kind = "nested" if tensor.is_nested else "quantized"
+        raise cannot_pass(f"a {kind} tensor", "make it dense first")
+    if tensor.layout is not torch.strided:
         raise cannot_pass(f"a {tensor.layout} tensor", "make it dense first")
 
 

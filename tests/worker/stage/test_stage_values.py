@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pipeworker.worker.stage.values import (
+    checksums,
     describe,
     distinct_tensors,
     first_in_graph,
@@ -86,3 +87,10 @@ def test_the_first_tensor_with_a_graph() -> None:
     made = leaf * 1
     assert first_in_graph([x, leaf, made, made * 1]) is made
     assert first_in_graph([x, leaf]) is None
+
+
+def test_checksums_tell_dense_tensors_apart_and_leave_others_out() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    found = checksums((x, y, [nested, torch.eye(2).to_sparse()]))
+    assert found == (*checksums(x), *checksums(y))
+    assert checksums(x) != checksums(x + 1)

@@ -320,6 +320,10 @@ class Thing:
     pass
 
 
+NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+"""It is strided, as a dense tensor is."""
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -329,8 +333,10 @@ class Thing:
         ((1 + 2j,), "a complex cannot pass"),
         (torch.eye(2).to_sparse(), "a torch.sparse_coo tensor cannot pass.*make it dense"),
         ([torch.eye(2).to_sparse()], "a torch.sparse_coo tensor cannot pass.*make it dense"),
+        (NESTED, "a nested tensor cannot pass.*make it dense"),
+        (torch.quantize_per_tensor(filled((2,)), 1.0, 0, torch.qint8), "a quantized tensor cannot"),
     ],
-    ids=["object", "dataclass", "set", "complex", "sparse", "sparse inside"],
+    ids=["object", "dataclass", "set", "complex", "sparse", "sparse inside", "nested", "quantized"],
 )
 def test_a_value_that_cannot_pass_is_refused_by_its_class(value: Any, message: str) -> None:
     with pytest.raises(PipeworkerError, match=message):

@@ -271,8 +271,10 @@ class Forward:
                     raise self._elsewhere("it needs a value that the plan did not send")
                 replaced[key] = self._present[key]
             elif key in self._parameters:
-                layer = min(self._layer, len(self._plan) - 1)
-                replaced[key] = self._outside(layer, self._parameters[key])
+                layer, name = min(self._layer, len(self._plan) - 1), self._parameters[key]
+                if layer not in self._plan.parameters.get(name, ()):
+                    raise self._elsewhere(f"it uses {name}, and did not then")
+                replaced[key] = self._outside(layer, name)
         return replaced
 
     def _number(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -317,15 +319,18 @@ class Forward:
             out = self._passed(layer, args, kwargs)
         else:
             out = self._called(layer, args, kwargs)
-        if self._count != self._plan.counts[layer]:
-            raise self._elsewhere(
-                f"it has {self._count} operations up to {name}, and had {self._plan.counts[layer]}"
-            )
+        self._check_count(layer, f"up to {name}")
         self._layer += 1
         if self._layer == self.stop < len(self._plan):
             raise Left
         self._begin_layer()
         return out
+
+    def _check_count(self, place: int, where: str) -> None:
+        """Check the number of calls until now, `where`, with that at a place of the plan."""
+        expected = self._plan.counts[place]
+        if self._count != expected:
+            raise self._elsewhere(f"it has {self._count} operations {where}, and had {expected}")
 
     def _begin_layer(self) -> None:
         layer = self._layer
@@ -387,6 +392,7 @@ class Forward:
             with self._mode:
                 out = module(*args, **kwargs)
                 if self._layer >= self.stop == len(self._plan):
+                    self._check_count(self._layer, "in all")
                     out = self._exchanged(out, [])
                     if not self._has_fake_weights and any(map(is_fake, tensors_of(out))):
                         raise self._elsewhere("its output has a value that is elsewhere")

@@ -27,7 +27,7 @@ class CutPlan:
     Attributes:
         units: the name of the unit that each layer calls.
         classes: the class of each unit.
-        counts: calls counted until the call of each layer ends.
+        counts: calls counted until the call of each layer ends, and until the forward ends.
         structures: for each layer, the structure of what its unit returned, and of its effects on
             containers that it was called with.
         users: by value, the layer that makes it and those that use it, ascending.

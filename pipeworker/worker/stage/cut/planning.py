@@ -126,6 +126,7 @@ class Planning:
                 "model(): its forward calls no module with parameters, so it is one layer; return "
                 "a list of layers with it, nn.Sequential(...)"
             )
+        self.plan.counts.append(self._count)
         self._at -= 1
         last = self._at
         self._use(tensors_of(out))

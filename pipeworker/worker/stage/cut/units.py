@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from pipeworker.worker.internals import shared_fake_mode, unsaved_buffers_of
+from pipeworker.worker.stage.cut.classes import hide_stand_ins
 from pipeworker.worker.stage.cut.inner_hooks import forget_library_hooks
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -99,6 +100,7 @@ def hollow(module: nn.Module, device: torch.device) -> nn.Module:
     for buffer in module.buffers():
         memo[id(buffer)] = buffer.detach().clone().to(device)
     copied = copy.deepcopy(module, memo)
+    hide_stand_ins(copied)
     switch_off(copied)
     forget_library_hooks(copied)
     return copied

@@ -1,0 +1,51 @@
+"""``type()`` of a stand-in, in the code of a model: the class that the tensor has elsewhere.
+
+Code that compares ``type(x)`` with a class would else take another way on each stage.
+"""
+
+from __future__ import annotations
+
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeworker.worker.internals import is_fake
+
+
+class _Meta(type):
+    """Makes ``type`` of a model's code do the same as the builtin, but for stand-ins."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is not _Type:  # a class that the model's code derives from `type`
+            return type.__call__(cls, *args, **kwargs)
+        if len(args) == 1 and isinstance(args[0], torch.Tensor) and is_fake(args[0]):
+            return nn.Parameter if isinstance(args[0], nn.Parameter) else torch.Tensor
+        return type(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, type)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, type)
+
+
+class _Type(type, metaclass=_Meta):
+    """What the name ``type`` stands for in the code of a model that is cut."""
+
+
+def hide_stand_ins(module: nn.Module) -> None:
+    """Have ``type()`` hide stand-ins, in the files whose classes the module is made of."""
+    classes = {base for one in module.modules() for base in type(one).__mro__}
+    for found in classes:
+        if found.__module__.partition(".")[0] == torch.__name__:
+            continue
+        for function in vars(found).values():
+            if isinstance(function, FunctionType) and _calls_type(function.__code__):
+                function.__globals__.setdefault("type", _Type)
+
+
+def _calls_type(code: CodeType) -> bool:
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return "type" in code.co_names or any(map(_calls_type, inner))

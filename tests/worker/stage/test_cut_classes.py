@@ -1,0 +1,95 @@
+"""Code of a cut module that asks for the class of a tensor."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeworker.errors import UsageError
+from support.cut_modules import Whole, mse, pipeline_of, sgd
+from support.plain_loop import plain
+
+WIDTH = 8
+
+
+class Asking(nn.Module):
+    """Calls a question at five places, on tensors that may be on another stage."""
+
+    def __init__(self, asks: Callable[[torch.Tensor, torch.Tensor], bool]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.asks, self.kind = asks, type(self.scale)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = x * 3 if self.asks(x, x) else x
+        out = first = self.layers[0](out)
+        for layer in self.layers[1:]:
+            out = layer(out) + first
+            if self.asks(out, x) and self.asks(first, out):
+                out = torch.tanh(out)
+        return out * self.scale if self.asks(out, x) else out
+
+
+ASKS: dict[str, Callable[[Any, Any], bool]] = {
+    "is": lambda one, _: type(one) is torch.Tensor,
+    "the same": lambda one, other: type(one) is type(other),
+    "among": lambda one, _: type(one) in (torch.Tensor, nn.Parameter),
+    "instance": lambda one, other: isinstance(one, type(other)),
+    "class": lambda one, _: isinstance(type(one), type) and issubclass(type, type),
+    "made": lambda one, _: type("Made", (), {}) is not type(one),  # three arguments: a new class
+    "none": lambda one, _: type(one) is tuple,
+}
+
+
+def vectors() -> Iterator[Any]:
+    torch.manual_seed(4)
+    for _ in range(3):
+        yield torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_the_class_of_a_tensor_is_the_same_on_every_stage(name: str) -> None:
+    torch.manual_seed(3)
+    module, batches = Asking(ASKS[name]), list(vectors())
+    expected = plain([Whole(copy.deepcopy(module))], mse, batches, 2, sgd)
+    for stages in (1, 3):
+        pipeline = pipeline_of(module, batches, mse, stages, "always")
+        assert pipeline.train(3).losses == expected.losses
+
+
+class Ending(nn.Module):
+    """Asks for an attribute that a stand-in has otherwise, behind the last layer."""
+
+    def __init__(self, *, scaled: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(WIDTH)) if scaled else 3.0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = self.layers[1](self.layers[0](x))
+        return out * self.scale if out.__class__ is torch.Tensor else out
+
+
+@pytest.mark.parametrize(
+    ("scaled", "text"),
+    [(False, "it has 3 operations in all, and had 2"), (True, "it uses scale, and did not then")],
+)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_forward_that_ends_in_another_way_than_planned_is_an_error(
+    stages: int, scaled: bool, text: str
+) -> None:
+    torch.manual_seed(3)
+    with pytest.raises(UsageError, match=f"takes another way than when it was cut, .*: {text}"):
+        pipeline_of(Ending(scaled=scaled), list(vectors()), mse, stages, "always").train(1)
+
+
+def test_the_code_of_torch_is_left_alone() -> None:
+    module = Asking(ASKS["is"])
+    pipeline_of(module, list(vectors()), mse, 1, "always")
+    assert "type" not in vars(torch.nn.modules.module)
