@@ -9,15 +9,15 @@ known; all others are 0.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgpack
+import msgspec
 import torch
 
 from pipeworker.errors import PipeworkerError, ProtocolError
 from pipeworker.worker.internals import storage_key
-from pipeworker.worker.stage.values import distinct_tensors
+from pipeworker.worker.transport import frame as frames
 from pipeworker.worker.transport import structure as structures
 from pipeworker.worker.transport.structure import TypeRegistry
 
@@ -25,15 +25,9 @@ _DRAWN = 1 << 16
 """Random elements that are drawn; a larger tensor repeats them."""
 _SEED = 20
 _MOST_ELEMENTS = 1 << 40
-_DTYPES = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype)
-}
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSignature:
+class TensorSignature(msgspec.Struct, frozen=True, array_like=True):
     """The signature of one tensor.
 
     Attributes:
@@ -55,8 +49,8 @@ class TensorSignature:
     def of(tensor: torch.Tensor, inputs: Mapping[Any, tuple[int, int, int]]) -> TensorSignature:
         """Return the signature of a tensor; `inputs` has what :func:`input_ranges` returned."""
         source, low, high = inputs.get(_identity(tensor), (-1, 0, 0))
-        name = str(tensor.dtype).removeprefix("torch.")
-        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        name, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        stride = tensor.stride()
         return TensorSignature(shape, stride, name, tensor.requires_grad, source, low, high)
 
     def make(self, device: torch.device, known: Sequence[torch.Tensor] = ()) -> torch.Tensor:
@@ -67,7 +61,7 @@ class TensorSignature:
         Raises:
             ProtocolError: there is no such tensor.
         """
-        dtype = _DTYPES.get(self.dtype)
+        dtype = frames.DTYPES.get(self.dtype)
         extent = 1 + sum(
             (size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)
         )
@@ -128,13 +122,8 @@ def _identity(tensor: torch.Tensor) -> Any:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ValueSignature:
-    """The signature of a nested value: its structure, plain leaves, and its distinct tensors.
-
-    Attributes:
-        leaves: by leaf, the number of its tensor, or a pair with the plain value's exact form.
-    """
+class ValueSignature(msgspec.Struct, frozen=True, array_like=True):
+    """The signature of a nested value: its structure, leaves as a frame has them, and tensors."""
 
     structure: Any
     leaves: tuple[Any, ...]
@@ -149,19 +138,9 @@ class ValueSignature:
         Raises:
             PipeworkerError: it has a part that cannot be described.
         """
-        leaves, structure = structures.flatten(value, types)
-        tensors = distinct_tensors(value)
-        numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-        found: list[Any] = []
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                found.append(numbers[id(leaf)])
-            elif type(leaf) in structures.PLAIN_TYPES:
-                found.append(("", structures.encode_scalar(leaf)))
-            else:
-                raise PipeworkerError(f"a {type(leaf).__name__} cannot be described")
+        leaves, tensors, structure = frames.flatten(value, types)
         signatures = tuple(TensorSignature.of(tensor, inputs) for tensor in tensors)
-        return ValueSignature(structure, tuple(found), signatures)
+        return ValueSignature(structure, leaves, signatures)
 
     def make(
         self, types: TypeRegistry, device: torch.device, known: Sequence[torch.Tensor] = ()
@@ -181,7 +160,7 @@ class ValueSignature:
                     raise ProtocolError(f"tensor {leaf} of {len(tensors)}")
                 made.append(tensors[leaf])
             else:
-                made.append(structures.decode(leaf[1], types))
+                made.append(structures.decode(leaf, types))
         return structures.unflatten(self.structure, iter(made), types)
 
     @property
@@ -191,15 +170,10 @@ class ValueSignature:
 
     def pack(self) -> bytes:
         """Return the signature as bytes."""
-        tensors = [
-            (t.shape, t.stride, t.dtype, t.wants_grad, t.source, t.low, t.high)
-            for t in self.tensors
-        ]
         try:
-            packed: bytes = msgpack.packb((self.structure, self.leaves, tensors))
-        except (ValueError, TypeError) as error:  # half of a surrogate
+            return msgspec.msgpack.encode(self)
+        except ValueError as error:  # half of a surrogate
             raise PipeworkerError(f"a value cannot be described: {error}") from error
-        return packed
 
     @staticmethod
     def unpack(packed: bytes) -> ValueSignature:
@@ -209,7 +183,6 @@ class ValueSignature:
             ProtocolError: the bytes are no signature.
         """
         try:
-            structure, leaves, tensors = msgpack.unpackb(packed, use_list=False)
-            return ValueSignature(structure, leaves, tuple(TensorSignature(*t) for t in tensors))
+            return msgspec.convert(msgpack.unpackb(packed, use_list=False), ValueSignature)
         except Exception as error:  # msgpack raises ValueError, UnicodeDecodeError and its own
             raise ProtocolError(f"not a signature: {type(error).__name__}") from error

@@ -40,12 +40,13 @@ _MAX_DIMS = 64
 _MAX_CACHED_BYTES = 16 << 10
 _MAX_FRAMES = 4096
 _WORD = 1 << 63  # torch counts bytes in 64 bits, signed
-_DTYPES = {
+DTYPES = {
     str(d).removeprefix("torch."): d
     for d in vars(torch).values()
     if isinstance(d, torch.dtype) and not str(d).startswith("torch.q")
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+"""The dtypes of tensors that can pass, by name; those of quantized ones are not among them."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _Numbers = Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=_MAX_DIMS)]
 _LayoutFields = tuple[_Numbers, _Numbers, str, bool, Annotated[int, Meta(ge=0, lt=ALIGNMENT)]]
 _Layouts = Annotated[tuple[_LayoutFields, ...], Meta(max_length=MAX_TENSORS)]
@@ -110,16 +111,17 @@ def describe(value: Any, types: TypeRegistry = NO_TYPES) -> tuple[Frame, list[to
     if isinstance(value, torch.Tensor):
         check_dense(value)
         return Frame(LEAF, (0,), (layout_of(value),)), [value]
-    leaves, tensors, structure = _flatten(value, types)
+    leaves, tensors, structure = flatten(value, types)
     for tensor in tensors:
         check_dense(tensor)
     common = have_common_elements(tensors)
     return Frame(structure, leaves, tuple(map(layout_of, tensors)), common), tensors
 
 
-def _flatten(
+def flatten(
     value: Any, types: TypeRegistry
 ) -> tuple[tuple[int | Encoded, ...], list[torch.Tensor], Structure]:
+    """Return the leaves of a value as a :class:`Frame` has them, its tensors and its structure."""
     items, structure = structures.flatten(value, types)
     tensors: list[torch.Tensor] = []
     indices: dict[int, int] = {}
@@ -151,7 +153,7 @@ def matches(frame: Frame, value: Any, types: TypeRegistry = NO_TYPES) -> list[to
         if frame.structure != LEAF or not frame.tensors:
             return None
         return [value] if has_layout(value, frame.tensors[0]) else None
-    leaves, tensors, structure = _flatten(value, types)
+    leaves, tensors, structure = flatten(value, types)
     if structure != frame.structure or leaves != frame.leaves:
         return None
     if have_common_elements(tensors) is not frame.common:
@@ -239,7 +241,7 @@ _decode_cached = lru_cache(64)(_decode)
 def _decode_layout(
     shape: tuple[int, ...], stride: tuple[int, ...], name: str, grad: bool, offset: int
 ) -> Layout:
-    dtype = _DTYPES.get(name)
+    dtype = DTYPES.get(name)
     if dtype is None or len(shape) != len(stride):
         raise ProtocolError("not a tensor's layout")
     count, plain = 1, True

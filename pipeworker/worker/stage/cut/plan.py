@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import msgpack
+import msgspec
 
 from pipeworker.facts.connections import Skip
 
@@ -89,36 +90,14 @@ class CutPlan:
 
     def pack(self) -> bytes:
         """Return the plan as bytes, for another process."""
-        packed: bytes = msgpack.packb(
-            [
-                *(self.units, self.classes, self.counts, self.structures),
-                *(list(self.users.items()), list(self.same.items()), list(self.changed.items())),
-                *(list(self.parameters.items()), self.hooked),
-                *(self.touched, sorted(self.random), self.types),
-            ]
-        )
-        return packed
+        return msgspec.msgpack.encode(self)
 
     @staticmethod
     def unpack(packed: bytes) -> CutPlan:
         """Return the plan that :meth:`pack` packed."""
-        found = msgpack.unpackb(packed, use_list=False)
-        units, classes, counts, structures, users, same, changed, parameters, *rest = found
-        hooked, touched, random, types = rest
-        return CutPlan(
-            list(units),
-            list(classes),
-            list(counts),
-            list(structures),
-            {number: list(layers) for number, layers in users},
-            dict(same),
-            {count: list(places) for count, places in changed},
-            {name: list(layers) for name, layers in parameters},
-            [list(names) for names in hooked],
-            list(touched),
-            set(random),
-            list(types),
-        )
+        # Structures are compared, so they are tuples, which msgspec makes of no untyped array.
+        found = msgpack.unpackb(packed, use_list=False, strict_map_key=False)
+        return msgspec.convert(found, CutPlan)
 
 
 def skip_name(number: Number, target: int) -> str:
