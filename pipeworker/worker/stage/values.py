@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ def distinct_tensors(value: Any) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def replace_tensors(value: Any, tensors: dict[int, torch.Tensor]) -> Any:
+def replace_tensors(value: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
     """Replace each tensor whose id is a key."""
+    if not tensors:
+        return value
     return pytree.tree_map_only(torch.Tensor, lambda t: tensors.get(id(t), t), value)
 
 

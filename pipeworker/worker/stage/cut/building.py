@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -20,10 +20,11 @@ from pipeworker.worker.internals import (
     TorchDispatchMode,
     changed_by,
     is_fake,
+    is_random,
     pytree,
     without_fake_modes,
 )
-from pipeworker.worker.stage.cut.units import stand_in
+from pipeworker.worker.stage.cut.units import hollow_parameter
 
 
 class NeedsWhole(Exception):
@@ -47,7 +48,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if any(not is_fake(t) for t in changed_by(func, args, kwargs)):
             raise NeedsWhole(f"{func} fills a parameter with the numbers of another")
-        if torch.Tag.nondeterministic_seeded in func.tags and self._draws:
+        if is_random(func) and self._draws:
             with without_fake_modes():
                 func(*pytree.tree_map_only(torch.Tensor, self._real, args), **kwargs)
         return func(*args, **kwargs)
@@ -70,6 +71,23 @@ class _TooLarge(BaseException):
 
 
 @contextmanager
+def _registering(note: Callable[[str, nn.Parameter], nn.Parameter]) -> Iterator[None]:
+    """Have modules hold what `note` returns for each parameter that they register, by its name."""
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        original(module, name, parameter)
+        if parameter is not None and (kept := note(name, parameter)) is not parameter:
+            original(module, name, kept)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+@contextmanager
 def partly(owns: Callable[[int], bool], *, draws: bool) -> Iterator[list[nn.Parameter]]:
     """Have modules that are built inside the context hold only some parameters.
 
@@ -81,31 +99,22 @@ def partly(owns: Callable[[int], bool], *, draws: bool) -> Iterator[list[nn.Para
     """
     registered: list[nn.Parameter] = []
     known: set[int] = set()
-    original = nn.Module.register_parameter
 
-    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        original(module, name, parameter)
-        if parameter is None or id(parameter) in known:
-            return
-        if owns(len(registered)):
-            if is_fake(parameter):
-                raise NeedsWhole(f"{name} is made of other parameters")
-            kept = parameter
-        else:
-            shape, dtype = tuple(parameter.shape), parameter.dtype
-            fake = stand_in(shape, dtype, torch.device("cpu"), wants_grad=False)
-            kept = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+    def note(name: str, parameter: nn.Parameter) -> nn.Parameter:
+        if id(parameter) in known:
+            return parameter
+        kept = parameter
+        if not owns(len(registered)):
+            kept = hollow_parameter(parameter)
             kept.__dict__.update(parameter.__dict__)
-            original(module, name, kept)
+        elif is_fake(parameter):
+            raise NeedsWhole(f"{name} is made of other parameters")
         known.add(id(kept))
         registered.append(kept)
+        return kept
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
-    try:
-        with _Draws(draws=draws):
-            yield registered
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
+    with _registering(note), _Draws(draws=draws):
+        yield registered
 
 
 def build_part(
@@ -139,22 +148,18 @@ def build_hollow(make: Callable[[], Any]) -> tuple[Any, list[str]]:
 
 def build_small(make: Callable[[], Any], limit: int) -> tuple[bool, Any]:
     """Return True and what `make` returns, unless its parameters take more than `limit` bytes."""
-    original, total = nn.Module.register_parameter, 0
+    total = 0
 
-    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    def note(_: str, parameter: nn.Parameter) -> nn.Parameter:
         nonlocal total
-        original(module, name, parameter)
-        total += 0 if parameter is None else parameter.nbytes
+        total += parameter.nbytes
         if total > limit:
             raise _TooLarge
+        return parameter
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
-    try:
+    with suppress(_TooLarge), _registering(note):
         return True, make()
-    except _TooLarge:
-        return False, None
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
+    return False, None
 
 
 def order_of(module: nn.Module, registered: list[nn.Parameter]) -> list[str]:
@@ -169,18 +174,15 @@ def copies_of_hollow(module: nn.Module, *, real: bool) -> dict[int, Any]:
 
     With `real` they have some numbers, else they are fake tensors again.
     """
-    found: dict[int, Any] = {}
-    for parameter in module.parameters():
-        if not is_fake(parameter):
-            continue
-        shape, dtype = tuple(parameter.shape), parameter.dtype
-        if real:
-            with without_fake_modes():
-                value = torch.full(shape, 0.01).to(dtype)
-        else:
-            value = stand_in(shape, dtype, torch.device("cpu"), wants_grad=False)
-        found[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    return found
+
+    def copied(parameter: nn.Parameter) -> nn.Parameter:
+        if not real:
+            return hollow_parameter(parameter)
+        with without_fake_modes():
+            value = torch.full(tuple(parameter.shape), 0.01).to(parameter.dtype)
+            return nn.Parameter(value, requires_grad=parameter.requires_grad)
+
+    return {id(p): copied(p) for p in module.parameters() if is_fake(p)}
 
 
 def is_hollow(module: nn.Module) -> bool:

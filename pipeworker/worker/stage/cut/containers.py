@@ -10,6 +10,7 @@ import torch
 
 from pipeworker.errors import UsageError
 from pipeworker.worker.internals import pytree
+from pipeworker.worker.stage.values import replace_tensors
 
 Held = list[tuple[Any, Any]]
 """The containers in the arguments of a call, each with a copy of what it held."""
@@ -66,13 +67,6 @@ def effects_since(held: Held) -> Effects:
     return found
 
 
-def copied(value: Any, replaced: Mapping[int, torch.Tensor]) -> Any:
-    """Return a nested value with other tensors in the place of some, by their ids, as a copy."""
-    if not replaced:
-        return value
-    return pytree.tree_map_only(torch.Tensor, lambda t: replaced.get(id(t), t), value)
-
-
 Changed = list[tuple[Any, Any, Any, Any]]
 """Exchanges in containers: the container, the key or index, the value there now and before."""
 
@@ -98,7 +92,7 @@ def exchange(value: Any, replaced: Mapping[int, torch.Tensor], changed: Changed)
         if all(map(is_, items, value)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    return copied(value, replaced)
+    return replace_tensors(value, replaced)
 
 
 def put_back(changed: Changed) -> None:

@@ -40,7 +40,6 @@ from pipeworker.worker.stage.cut.calls import (
 )
 from pipeworker.worker.stage.cut.containers import (
     Changed,
-    copied,
     effects_since,
     exchange,
     held_by,
@@ -51,6 +50,7 @@ from pipeworker.worker.stage.cut.inner_hooks import listening, tell
 from pipeworker.worker.stage.cut.plan import INPUT, CutPlan, Number, skip_name
 from pipeworker.worker.stage.cut.units import stand_in
 from pipeworker.worker.stage.skips import pop, stash
+from pipeworker.worker.stage.values import replace_tensors
 from pipeworker.worker.transport.structure import TypeRegistry, decode, flatten, unflatten
 
 StandIns = dict[Any, Any]
@@ -197,8 +197,9 @@ class Forward:
             with without_fake_modes():
                 return func(*args, **kwargs)
         if self._layer < self.first:
-            if self._count in self._plan.changed:
-                return self._skipped(func, args, tensors)
+            if self._count in self._plan.changed:  # from now on the tensor is a stand-in itself
+                self._change(tensors)
+                return None if name_of(func) == "__setitem__" else args[0]
             if is_in_place(name_of(func)) and id(args[0]) in self._absent:
                 if name_of(func) == "__setitem__":  # a stand-in is used again: it does not change
                     return None
@@ -208,7 +209,7 @@ class Forward:
             if made := tensors_of(out):
                 self._number(made)
             return out
-        args, kwargs = self._now((args, kwargs), tensors)
+        args, kwargs = replace_tensors((args, kwargs), self._replacements(tensors))
         if self._count in self._plan.random:  # earlier stages do not draw these numbers
             with rng.apart(self._count, rng.accelerator_generator(self._device)):
                 out = func(*args, **kwargs)
@@ -244,20 +245,11 @@ class Forward:
     def _depends(self, tensors: Sequence[torch.Tensor]) -> bool:
         return any(id(t) in self._numbers or id(t) in self._parameters for t in tensors)
 
-    def _skipped(self, func: Any, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> Any:
-        """Do not change a tensor of the input by stand-ins: from now on, it is one itself."""
-        self._change(tensors)
-        return None if name_of(func) == "__setitem__" else args[0]
-
     def _change(self, tensors: list[torch.Tensor]) -> None:
         self._number([tensors[place] for place in self._plan.changed[self._count]])
 
-    def _now(self, value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return a value with what is here in the place of stand-ins and hollow parameters."""
-        return copied(value, self._replacements(tensors))
-
     def _exchanged(self, value: Any, changed: Changed) -> Any:
-        """Do the same within containers, as `changed` notes, of which no copy is made."""
+        """Replace stand-ins and hollow parameters, in containers in place, as `changed` notes."""
         held = [before for _, before in held_by((value,), {})]
         return exchange(value, self._replacements(tensors_of((value, held))), changed)
 
@@ -305,7 +297,7 @@ class Forward:
 
     # Units.
 
-    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Do the call of a unit, which ends a layer."""
         with suspended(self._mode):
             return self._call(name, args, kwargs)
@@ -398,13 +390,9 @@ class Forward:
                         raise self._elsewhere("its output has a value that is elsewhere")
         except Left:
             pass
-        if self.stop < len(self._plan):
-            if self._layer < self.stop:
-                raise self._elsewhere("it ends early")
-            return self.end()
-        if self._layer < len(self._plan):
+        if self._layer < min(self.stop, len(self._plan)):
             raise self._elsewhere("it ends early")
-        return out
+        return self.end() if self.stop < len(self._plan) else out
 
     def _elsewhere(self, reason: str) -> UsageError:
         layer = min(self._layer, len(self._plan) - 1)

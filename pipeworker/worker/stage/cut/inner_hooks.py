@@ -44,11 +44,11 @@ def tell(unit: nn.Module, heard: Heard) -> None:
             hook(inner, (), out)
 
 
-def forget_library_hooks(module: nn.Module, *, library: str = "transformers") -> None:
-    """Remove the hooks that a library has added in an earlier forward; the next adds them again."""
+def forget_library_hooks(module: nn.Module) -> None:
+    """Remove the hooks that transformers has added in an earlier forward; the next adds them."""
     for one in module.modules():
         one.__dict__.pop("_output_capturing_hooks_installed", None)
         hooks = forward_hooks_of(one)
         for key, hook in list(hooks.items()):
-            if str(getattr(hook, "__module__", "")).partition(".")[0] == library:
+            if str(getattr(hook, "__module__", "")).partition(".")[0] == "transformers":
                 del hooks[key]

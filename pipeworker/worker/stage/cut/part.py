@@ -21,6 +21,7 @@ from pipeworker.worker.stage.cut.planning import Planning
 from pipeworker.worker.stage.cut.rehearsal import Rehearsal
 from pipeworker.worker.stage.cut.shapes import HollowUnit
 from pipeworker.worker.stage.cut.units import (
+    CPU,
     computed_attributes,
     hollow,
     saved_buffers,
@@ -58,7 +59,7 @@ class Cut:
         _intercept(self.module, self._unit)
 
     def _unit(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return self._run.call(name, args, kwargs)
+        return self._run.call(name, *args, **kwargs)
 
     def run(
         self,
@@ -141,16 +142,15 @@ def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
         UsageError: the module cannot be cut; the message has the reason.
         UserCodeError: its forward raised.
     """
-    cpu = torch.device("cpu")
-    copied, fresh, untouched = (_hollow(module, cpu) for _ in range(3))
+    copied, fresh, untouched = (_hollow(module, CPU) for _ in range(3))
     planning = Planning(types, _names_of(copied))
-    units = _intercept(copied, lambda name, *args, **kwargs: planning.call(name, args, kwargs))
+    units = _intercept(copied, planning.call)
     itself = Isolation({"": module}, lambda _: module)
     inside = {id(buffer) for one in units.values() for buffer in one.unit.buffers()}
     outside = [(n, b, version_of(b)) for n, b in copied.named_buffers() if id(b) not in inside]
     isolation = Isolation(
         {name: one.unit for name, one in units.items()},
-        lambda name: hollow(untouched.get_submodule(name), cpu),
+        lambda name: hollow(untouched.get_submodule(name), CPU),
     )
     with torch.enable_grad():
         plan = planning.run(copied, units, isolation, _copy(batch))
@@ -183,13 +183,9 @@ def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
         names = _names_of(one)
         rehearsal = Rehearsal(plan, types, names, calls, described, cause, own, before)
         for name, unit in own.items():
-            unit.redirect(partial(_rehearsed, rehearsal, name))
+            unit.redirect(partial(rehearsal.call, name))
         rehearsal.rehearse(one, _copy(batch))
     return plan
-
-
-def _rehearsed(rehearsal: Rehearsal, name: str, *args: Any, **kwargs: Any) -> Any:
-    return rehearsal.call(name, args, kwargs)
 
 
 def _copy(batch: Any) -> Any:
@@ -235,7 +231,7 @@ class Part(nn.Module):
         self._resolve()
 
     def _resolve(self) -> None:
-        self.__dict__["unit"] = self.get_submodule(f"{ROOT}.{plan_unit(self)}")
+        self.__dict__["unit"] = self.get_submodule(f"{ROOT}.{self.cut.plan.units[self.index]}")
 
     def _place(self, path: str, value: Any) -> None:
         parent: nn.Module = self
@@ -288,11 +284,6 @@ class Part(nn.Module):
             made.add_module(name, copy.deepcopy(module, memo))
         made._resolve()
         return made
-
-
-def plan_unit(part: Part) -> str:
-    """Return the name of a layer's unit in the user's module."""
-    return part.cut.plan.units[part.index]
 
 
 @cache

@@ -30,6 +30,7 @@ from pipeworker.worker.stage.cut.calls import (
     leaves_of,
     line_of_error,
     line_of_the_user,
+    name_of,
     numbers_of,
     reads_metadata,
     tensors_of,
@@ -175,7 +176,7 @@ class Planning:
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do one call of a function of torch outside of units."""
         tensors = tensors_of((args, kwargs))
-        name = getattr(func, "__name__", "")
+        name = name_of(func)
         tainted = [t for t in tensors if id(t) in self._numbers or id(t) in self._parameters]
         if not tainted:
             with without_fake_modes():
@@ -307,7 +308,7 @@ class Planning:
                     "or cut the model by hand, as a list of layers"
                 )
 
-    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Do the call of a unit, which ends a layer."""
         if self._inside:  # a module that is a unit, and is called within another one
             with self._units[name].itself() as unit:

@@ -23,6 +23,7 @@ from pipeworker.worker.stage.cut.isolation import Isolation
 from pipeworker.worker.stage.cut.plan import CutPlan
 from pipeworker.worker.stage.cut.shapes import HollowUnit
 from pipeworker.worker.stage.cut.trace import Call, Trace
+from pipeworker.worker.stage.cut.units import CPU
 from pipeworker.worker.transport.structure import TypeRegistry
 
 _REMEDY = "have units return what they compute, and pass what they need as arguments"
@@ -32,9 +33,7 @@ class Rehearsal(Forward):
     """One run of a hollow module's forward, which raises where it differs from an earlier one.
 
     Args:
-        plan: the plan of the module.
-        types: the classes that may occur in its values.
-        parameters: the names of the hollow module's parameters, by id.
+        plan, types, parameters: as in :class:`Forward`.
         calls: the calls of the earlier run.
         described: by layer, descriptions of what its unit returned.
         cause: for the message, who left what differs, and when that is so.
@@ -56,19 +55,13 @@ class Rehearsal(Forward):
         def outside(layer: int, name: str) -> torch.Tensor:
             raise AssertionError(f"{name} of layer {layer}: no parameter is real in a rehearsal")
 
-        beyond = len(plan) + 1
-        cpu = torch.device("cpu")
-        super().__init__(plan, types, parameters, cpu, beyond, (), (), outside, {})
+        super().__init__(plan, types, parameters, CPU, len(plan) + 1, (), (), outside, {})
         self._described = [*described]
         self._expected, self._trace, self._cause = calls, Trace(), cause
         self._hollow, self._isolation, self._inside = units, isolation, False
 
     def rehearse(self, module: nn.Module, batch: Any) -> None:
-        """Run the forward.
-
-        Raises:
-            UsageError: it does anything else than before.
-        """
+        """Run the forward; raise UsageError if it does anything else than before."""
         try:
             with rng.preserve_generators(), torch.enable_grad():
                 self.run(module, batch)
@@ -93,10 +86,10 @@ class Rehearsal(Forward):
             self._compare(name_of(func), leaves)
         return super().operation(func, args, kwargs)
 
-    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Do the call of a unit, which ends a layer; or one within a unit that is checked."""
         if not self._inside:
-            return super().call(name, args, kwargs)
+            return super().call(name, *args, **kwargs)
         with self._hollow[name].itself() as unit:
             return unit(*args, **kwargs)
 

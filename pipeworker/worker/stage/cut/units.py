@@ -16,6 +16,7 @@ from pipeworker.worker.internals import shared_fake_mode, unsaved_buffers_of
 from pipeworker.worker.stage.cut.classes import hide_stand_ins
 from pipeworker.worker.stage.cut.inner_hooks import forget_library_hooks
 
+CPU = torch.device("cpu")
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -63,12 +64,18 @@ def saved_buffers(root: nn.Module, *, recurse: bool = True) -> Iterator[tuple[st
 
 
 def stand_in(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, wants_grad: bool
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, wants_grad: bool = False
 ) -> torch.Tensor:
     """Return a fake tensor, which has a shape and takes no memory; it is no leaf of a graph."""
     with shared_fake_mode():
         made = torch.empty(shape, dtype=dtype, device=device)
         return made.requires_grad_().clone() if wants_grad else made
+
+
+def hollow_parameter(parameter: nn.Parameter, device: torch.device = CPU) -> nn.Parameter:
+    """Return a parameter like another one that takes no memory and seems to be on a device."""
+    fake = stand_in(tuple(parameter.shape), parameter.dtype, device)
+    return nn.Parameter(fake, requires_grad=parameter.requires_grad)
 
 
 def computed_attributes(module: nn.Module) -> dict[int, torch.Tensor]:
@@ -94,9 +101,7 @@ def hollow(module: nn.Module, device: torch.device) -> nn.Module:
         Exception: whatever a copy raises, for a module that cannot be copied.
     """
     memo: dict[int, object] = {**computed_attributes(module)}
-    for parameter in module.parameters():
-        fake = stand_in(tuple(parameter.shape), parameter.dtype, device, wants_grad=False)
-        memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+    memo |= {id(p): hollow_parameter(p, device) for p in module.parameters()}
     for buffer in module.buffers():
         memo[id(buffer)] = buffer.detach().clone().to(device)
     copied = copy.deepcopy(module, memo)
