@@ -131,12 +131,12 @@ class Sender(_End):
             and (self._last_task is None or self._last_task.issued)
         ):
             if started := self._start(messages):
-                self._keep(_Started(started), number, messages)
+                self._keep(started, number, messages)
         else:
             self._last_task = self._send_thread.submit(lambda: self._start(messages))
             self._keep(self._last_task, number, messages)
 
-    def _keep(self, sends: SendTask | _Started, number: int, messages: Messages) -> None:
+    def _keep(self, sends: SendTask | list[Pending], number: int, messages: Messages) -> None:
         """Keep sends that are under way, and the versions of what they read."""
         unchanged = None
         if self._source:
@@ -159,7 +159,7 @@ class Sender(_End):
             return self._start(staged)
 
         if self._send_thread is None:
-            self._keep(_Started(start()), number, messages)
+            self._keep(start(), number, messages)
         else:
             self._last_task = self._send_thread.submit(start)
             self._keep(self._last_task, number, messages)
@@ -175,7 +175,7 @@ class Sender(_End):
             accelerator.current.wait_event(copied)
         expected = [(EXPECTED, tensor) for tensor in tensors]
         # A send is complete when it is submitted; the device reads the tensor later.
-        self._keep(_Started(self._start(expected)), number, expected)
+        self._keep(self._start(expected), number, expected)
         return [message for message in messages if message[0] != EXPECTED]
 
     def flush(self) -> None:
@@ -216,25 +216,15 @@ class Sender(_End):
 
 
 @dataclass(slots=True)
-class _Started:
-    """Sends that the calling thread has started."""
-
-    pending: list[Pending]
-
-    def wait(self) -> None:
-        for pending in self.pending:
-            pending.wait()
-
-
-@dataclass(slots=True)
 class _Sent:
-    """Sends under way, and the tensors that must not change until then."""
+    """Sends under way, of either thread, and the tensors that must not change until then."""
 
-    sends: SendTask | _Started
+    sends: SendTask | list[Pending]
     unchanged: Unchanged | None
 
     def wait(self) -> None:
-        self.sends.wait()
+        for pending in self.sends if isinstance(self.sends, list) else (self.sends,):
+            pending.wait()
         if self.unchanged is not None:
             self.unchanged.check()
 
@@ -271,11 +261,10 @@ class Receiver(_End):
         self._ahead: deque[int] = deque()  # micro-batches whose receives are not posted yet
         self._posted: dict[int, _Posted] = {}
         self._received: dict[int, _Posted] = {}  # not released yet
-        self._pools = {EXPECTED: _pool(self._bulk, accelerator)}
-        self._pools[DESCRIBED] = self._pools[EXPECTED]
+        self._pool = self._described_pool = _pool(self._bulk, accelerator)
         self._notices: deque[tuple[bytearray, Pending]] | None = None
         if self._control is not self._bulk:
-            self._pools[DESCRIBED] = _pool(self._control, accelerator)
+            self._described_pool = _pool(self._control, accelerator)
             self._notices = deque()
         self._header = bytearray(frames.HEADER_BYTES)
         self._header_tensor = torch.frombuffer(self._header, dtype=torch.uint8)
@@ -288,8 +277,9 @@ class Receiver(_End):
     def begin(self, signature: int | None, numbers: Sequence[int]) -> None:
         """Begin a step as the sender does, with values' numbers in the order of their receipt."""
         self._begin_step(signature)
-        for pool in self._pools.values():
-            pool.begin_step()
+        self._pool.begin_step()
+        if self._described_pool is not self._pool:
+            self._described_pool.begin_step()
         self._ahead = deque(numbers)
         self._post_ahead()
 
@@ -360,7 +350,7 @@ class Receiver(_End):
         self._posted.update(zip([m for m, _ in chosen], posted, strict=True))
 
     def _post(self, chosen: Sequence[Frame]) -> list[_Posted]:
-        pool = self._pools[EXPECTED]
+        pool = self._pool
         buffers = [[pool.acquire(layout) for layout in frame.tensors] for frame in chosen]
         moving = [[buffer for buffer in some if buffer.numel()] for some in buffers]
         if self._notices is not None:
@@ -390,7 +380,7 @@ class Receiver(_End):
             header += piece
         HEAD.pack_into(self._header, 0, 0, 0)
         (self._header_pending,) = self._control.receive([self._header_tensor], HEADER)
-        frame, pool = frames.from_bytes(bytes(header), self._types), self._pools[DESCRIBED]
+        frame, pool = frames.from_bytes(bytes(header), self._types), self._described_pool
         buffers = [pool.acquire(layout) for layout in frame.tensors]
         moving = [buffer for buffer in buffers if buffer.numel()]
         for start in range(0, len(moving), frames.MAX_POSTED):
