@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -30,14 +29,12 @@ from pipeworker.record.run_record import RunRecord
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire import lines
 from pipeworker.worker.blame import raised, user_traceback
-from pipeworker.worker.console import redirect_output
+from pipeworker.worker.console import SIGNALS, ignore_signals, redirect_output
 from pipeworker.worker.loggers.make import make_loggers
 
 Warn = Callable[[str, str], None]
 """Receives a warning, and the details that belong to it."""
 _POLL_SECONDS = 0.25
-_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that are sent to all processes of a job or host: the parent decides what they mean."""
 
 
 class Hooks:
@@ -166,8 +163,7 @@ def main() -> int:
     die_with_parent(os.getppid())
     watcher = SessionWatcher(share_sockets_folder())  # of what the user's code starts
     watcher.add(os.getpid())
-    for number in _SIGNALS:
-        signal.signal(number, _ignore)
+    ignore_signals()
     parent = _Parent()
     os.register_at_fork(after_in_child=partial(_become_child, watcher, parent))
     try:
@@ -204,13 +200,9 @@ def _call_all(parent: _Parent) -> None:
     hooks.finish()
 
 
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Handle a signal. Unlike SIG_IGN, a program that is started does not inherit it."""
-
-
 def _become_child(watcher: SessionWatcher, parent: _Parent) -> None:
     """Leave the ends of pipes to the parent: a process that waits for them waits for that one."""
     watcher.close()
     parent.close()
-    for number in _SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)

@@ -7,13 +7,11 @@ which a recovery may continue, if they take little memory: a new worker gets the
 from __future__ import annotations
 
 import selectors
-import signal
 import socket
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import torch
 from typing_extensions import assert_never
@@ -29,7 +27,7 @@ from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir
 from pipeworker.worker import kernel_cache
 from pipeworker.worker.blame import failure_of, message_of
-from pipeworker.worker.console import detach_terminal, redirect_output
+from pipeworker.worker.console import detach_terminal, ignore_signals, redirect_output
 from pipeworker.worker.data.generators import (
     Generators,
     generator_states,
@@ -57,8 +55,6 @@ from pipeworker.worker.data.reader_requests import (
 from pipeworker.worker.device import numerics
 from pipeworker.worker.stage import rng
 
-_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that are sent to all processes of a job or host: the launcher decides what they mean."""
 _UNCHECKED = 1 << 26
 """Bytes of mini-batches that are kept however little memory is available."""
 _SHARE = 8
@@ -349,8 +345,7 @@ class ReaderProcess:
 
 def run(connection: socket.socket, control: socket.socket, clock: ReadingClock) -> int:
     """Read data in a forked process of an agent; return its exit status."""
-    for number in _SIGNALS:
-        signal.signal(number, _ignore)
+    ignore_signals()
     with suppress(OSError):  # it is shown by ps, and /proc may be missing
         Path("/proc/self/comm").write_text("reader")
     detach_terminal()
@@ -358,10 +353,6 @@ def run(connection: socket.socket, control: socket.socket, clock: ReadingClock) 
         return ReaderProcess(connection, control, clock).serve()
     finally:
         streams.flush()
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Handle a signal. Unlike SIG_IGN, a program that is started does not inherit it."""
 
 
 def _uses_accelerator() -> bool:
