@@ -25,11 +25,7 @@ _DEBUGGERS = ("bdb", "cmd", "pdb")
 
 
 def redirect_output(path: Path) -> None:
-    """Send all output, C code's included, to the worker's log; the display follows the log.
-
-    Raises:
-        RecordError: the log cannot be opened.
-    """
+    """Send all output, C code's included, to the worker's log; the display follows the log."""
     try:
         path.parent.mkdir(exist_ok=True)
         log = no_link(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
@@ -58,11 +54,7 @@ class NoTerminal(io.TextIOBase):
 
 
 def reject_input() -> NoReturn:
-    """Reject a request for input, such as ``breakpoint()``.
-
-    Raises:
-        NoTerminalError: always.
-    """
+    """Reject a request for input, such as ``breakpoint()``."""
     raise NoTerminalError(
         f"{_caller()}: a worker has no terminal for input() or a debugger; run pipeworker launch "
         "--stages 1 --debug, which uses your terminal and gives the same numbers"

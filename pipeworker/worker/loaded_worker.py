@@ -69,13 +69,7 @@ class LoadedWorker:
 
     @staticmethod
     def load(settings: Settings, control: Control, welcome: Welcome) -> LoadedWorker:
-        """Choose the device and load the job.
-
-        Raises:
-            UsageError: an option or the job is not usable.
-            RecordError: the run directory is not there, or a file of it cannot be opened.
-            UserCodeError: the user's code raised.
-        """
+        """Choose the device and load the job."""
         kernel_cache.keep_private()  # before the job file imports more of torch
         try:
             run_dir = RunDir.open(Path(welcome.run_dir))

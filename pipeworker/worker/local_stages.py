@@ -125,12 +125,7 @@ class LocalStages:
 
 
 def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
-    """Build the stages of a worker.
-
-    Raises:
-        UsageError: layers, optimizer or weights of the job are not usable.
-        UserCodeError: the user's code raised.
-    """
+    """Build the stages of a worker."""
     role, job, accelerator = loaded.role, loaded.job, loaded.accelerator
     tracker = loaded.settings.tracker
     options, names = role.options, model.names

@@ -52,12 +52,7 @@ class ModelledWorker:
     types: dict[str, type]
 
     def describe(self) -> Described:
-        """Describe the model, as the coordinator needs it for a plan.
-
-        Raises:
-            SkipError: stashes and pops do not match.
-            UserCodeError: the user's code raised.
-        """
+        """Describe the model, as the coordinator needs it for a plan."""
         loaded, model = self.loaded, self.model
         role, options, sample = loaded.role, loaded.role.options, loaded.settings.sample
         skips: tuple[Skip, ...] = ()
@@ -185,12 +180,7 @@ class ConnectedWorker(PlannedWorker):
 
     @staticmethod
     def connect(planned: PlannedWorker, plan: Plan, types: dict[str, type]) -> ConnectedWorker:
-        """Connect to the neighbours; `types` has the classes that this worker described.
-
-        Raises:
-            PeerLost: a neighbour cannot be reached.
-            ProtocolError: the plan has a type that this worker did not describe.
-        """
+        """Connect to the neighbours; `types` has the classes that this worker described."""
         loaded, stages, state = planned.loaded, planned.stages, planned.state
         role, accelerator = loaded.role, loaded.accelerator
         loaded.settings.tracker.wait(phase=Phase.CONNECTING)
@@ -229,11 +219,6 @@ class ConnectedWorker(PlannedWorker):
         """Transfer state between replicas if it is necessary, and read the first mini-batch.
 
         The job has so many `steps`, 0 if unknown.
-
-        Raises:
-            UsageError: the data is not usable.
-            PipeworkerError: no replica has the state.
-            UserCodeError: the user's code raised.
         """
         role, source = self.loaded.role, self.loaded.restore
         if source and not source.path and role.placement.replicas > 1 and not role.shards:

@@ -104,11 +104,7 @@ class Worker:
         return Hello(self._settings.rank, socket.gethostname(), os.getpid(), own)
 
     def handle(self, message: ToWorker) -> FromWorker | None:
-        """Do what a message of the coordinator requests; return the answer, if it has one.
-
-        Raises:
-            ProtocolError: the message does not belong to this phase of the worker.
-        """
+        """Do what a message of the coordinator requests; return the answer, if it has one."""
         match message, self._phase:
             case Welcome(), None:
                 return self._welcome(message)
@@ -326,20 +322,12 @@ class Worker:
         return EvaluationDone(self._settings.rank, step, memory, None, failure)
 
     def read(self, batch: Any) -> MicroBatches | None:
-        """Split a mini-batch of the user's loop, where stage 0 is.
-
-        Raises:
-            UsageError: it is not a pair (input, target) of nested tensors ``[samples, ...]``.
-        """
+        """Split a mini-batch of the user's loop, nested ``[samples, ...]``, where stage 0 is."""
         loaded = self.loaded
         return loaded.reader.split(batch) if loaded.role.has_batches else None
 
     def check(self, batches: Iterable[Any], prefix: str | None = None) -> None:
-        """Check mini-batches of the user's loop, where stage 0 is; errors begin with `prefix`.
-
-        Raises:
-            UsageError: one is not a pair (input, target) of nested tensors ``[samples, ...]``.
-        """
+        """Check mini-batches of the user's loop, where stage 0 is; errors begin with `prefix`."""
         loaded = self.loaded
         if loaded.role.has_batches:
             for batch in batches:
@@ -351,11 +339,7 @@ class Worker:
             self.connected.executor.feed.offer(batch)
 
     def split(self, batch: Any, prefix: str) -> MicroBatches:
-        """Return all micro-batches of a mini-batch; errors begin with `prefix`.
-
-        Raises:
-            UsageError: it is not a pair (input, target) of nested tensors ``[samples, ...]``.
-        """
+        """Return all micro-batches of a mini-batch; errors begin with `prefix`."""
         return self.loaded.reader.split(batch, prefix, whole=True)
 
     def disconnect(self) -> None:

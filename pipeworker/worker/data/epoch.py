@@ -71,11 +71,7 @@ _ENTRIES: dict[str, Any] = {
 
 
 def validate_position(position: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a position from an untrusted source after checking its entries.
-
-    Raises:
-        UsageError: the value is not a valid position.
-    """
+    """Return a position from an untrusted source after checking its entries."""
 
     def reject(why: str) -> NoReturn:
         raise UsageError(INVALID_POSITION.format(why))
@@ -286,11 +282,7 @@ class Epoch:
         return item
 
     def skip(self, count: int) -> None:
-        """Read `count` mini-batches and drop them; report the progress if that takes long.
-
-        Raises:
-            UsageError: the epoch has fewer.
-        """
+        """Read `count` mini-batches and drop them; report the progress if that takes long."""
         progress = Reread(f"{self._name}()", count)
         for number in range(count):
             if self.next_batch() is END:

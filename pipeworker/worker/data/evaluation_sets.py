@@ -23,9 +23,6 @@ def read_sets(evaluation: Any, reader: Callable[..., Reader]) -> Iterator[MicroB
     Args:
         evaluation: a source of mini-batches, a dict of sources, or a function that returns either.
         reader: makes the reader of a source; its other argument is `error_prefix`.
-
-    Raises:
-        UsageError: the dict is empty, or a name is not a text.
     """
     if isinstance(evaluation, Mapping):
         yield from _read(_checked(evaluation), reader)

@@ -175,11 +175,7 @@ def preserve_generators_of(modules: Iterable[ModuleType]) -> Iterator[None]:
 
 
 def restore_states(found: Generators, states: Any) -> None:
-    """Restore the result of :func:`generator_states`; skip a name that only one of the two has.
-
-    Raises:
-        UsageError: a state does not fit its generator.
-    """
+    """Restore the result of :func:`generator_states`; skip a name that only one of the two has."""
     for name, generator in found.items():
         with rejecting_faults(name):
             if name in states:
@@ -198,11 +194,7 @@ def _restore_state(generator: Any, state: Any) -> None:
 
 
 def restore_stream(stream: rng.Stream, states: Any) -> None:
-    """Restore the states of the stream, which is active.
-
-    Raises:
-        UsageError: the value is not a set of states of a stream.
-    """
+    """Restore the states of the stream, which is active."""
     with rejecting_faults("the stream"):
         if states[2] is not None:
             _checked_state(states[2])

@@ -83,9 +83,6 @@ class AdvancedLoader:
 
         `watch` returns the states of the generators of this process, from which a sampler may draw,
         and `restore` restores them.
-
-        Raises:
-            UsageError: `states` is invalid.
         """
         count, states = position.get("read", 0), position.get("processes")
         self._workers = workers = loader.num_workers

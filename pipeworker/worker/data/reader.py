@@ -81,23 +81,14 @@ class Reader:
         return self._peeked
 
     def measure(self) -> int:
-        """Begin the first epoch without reading; return its :attr:`length`.
-
-        Raises:
-            UserCodeError: the data raised an exception.
-        """
+        """Begin the first epoch without reading; return its :attr:`length`."""
         if self._epoch is None:
             with self._stream.active():
                 self._begin(0)
         return self.length
 
     def read(self) -> MicroBatches | None:
-        """Return the next mini-batch, or None after the last epoch.
-
-        Raises:
-            UsageError: the data is empty, or not pairs of tensors that agree in dim 0.
-            UserCodeError: the data raised an exception.
-        """
+        """Return the next mini-batch, or None after the last epoch."""
         if self._peeked is not None:
             peeked, self._peeked = self._peeked, None
             return peeked
@@ -153,12 +144,7 @@ class Reader:
             return self._epoch.position(prefetched or self._peeked is not None)
 
     def restore(self, position: Mapping[str, Any]) -> None:
-        """Resume reading at a position; call it before the first :meth:`read`.
-
-        Raises:
-            UsageError: the value is no position, or not a position in this data.
-            UserCodeError: the data raised an exception.
-        """
+        """Resume reading at a position; call it before the first :meth:`read`."""
         position = validate_position(position)
         number, read = position["epoch"], position["read"]
         with self._stream.active():
@@ -199,9 +185,6 @@ class Reader:
 
         With `whole` the micro-batches of all replicas are returned, and tokens are not counted:
         the mini-batch is one of an evaluation or a prediction.
-
-        Raises:
-            UsageError: the mini-batch is not a pair of tensors that agree in dim 0.
         """
         samples, signature = self._facts(item, error_prefix)
         count = min(self.microbatches, samples)
@@ -215,11 +198,7 @@ class Reader:
         return MicroBatches(batch, inputs, targets)
 
     def check(self, item: Any, error_prefix: str | None = None) -> None:
-        """Check that :meth:`split` can split a mini-batch.
-
-        Raises:
-            UsageError: the mini-batch is not a pair of tensors that agree in dim 0.
-        """
+        """Check that :meth:`split` can split a mini-batch."""
         self._facts(item, error_prefix)
 
     def _facts(self, item: Any, error_prefix: str | None) -> tuple[int, int]:

@@ -110,11 +110,7 @@ class RemoteReader(Reader):
         return super().peek()
 
     def read(self) -> MicroBatches | None:
-        """Return the next mini-batch, or None after the last epoch.
-
-        Raises:
-            ReadFailed: the process has failed.
-        """
+        """Return the next mini-batch, or None after the last epoch."""
         try:
             if self._decide():
                 if not self._has_begun:
@@ -262,7 +258,6 @@ class RemoteReader(Reader):
 
         Raises:
             _CannotRead: this process must read the data.
-            ReadFailed: the process has failed.
         """
         connection = self._connection
         assert connection is not None

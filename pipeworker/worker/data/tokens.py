@@ -17,10 +17,6 @@ def count_tokens(item: Any, function: Callable[[Any], Any] | None) -> int:
 
     Without the job's own `function` they are the ids of the input: an integer tensor of shape
     ``[batch, time]``, or the one of a dict by the name ``input_ids``.
-
-    Raises:
-        UserCodeError: the function raised.
-        UsageError: it did not return a number of tokens.
     """
     if function is None:
         ids = item[0].get("input_ids") if isinstance(item[0], Mapping) else item[0]

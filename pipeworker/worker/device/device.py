@@ -31,9 +31,6 @@ def device_for(requested: str, local_rank: int) -> torch.device:
     """Choose the device of a worker and make it the current one; few devices are shared.
 
     `requested` is ``auto``, ``cpu``, or a device type of torch.
-
-    Raises:
-        UsageError: the host has no device of this type.
     """
     kind = accelerator_type()
     if requested not in ("auto", "cpu", kind):

@@ -129,7 +129,6 @@ def measure_loss(
     """Return the facts of the loss of one micro-batch; its seconds are forward and backward.
 
     Raises:
-        UserCodeError: the loss raised.
         Exception: whatever its backward raises.
     """
     wanted = dict(zip(map(id, distinct_tensors(output)), wants_grad, strict=True))

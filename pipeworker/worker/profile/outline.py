@@ -73,7 +73,6 @@ class Drawing:
         """Call a layer, or the earlier one that it is like; return the output.
 
         Raises:
-            PipeworkerError: a value between layers cannot be described.
             Exception: whatever the layer raises.
         """
         self._note_ties(index, layer)

@@ -57,9 +57,6 @@ class TensorSignature(msgspec.Struct, frozen=True, array_like=True):
         """Return a tensor of this signature, which requires no gradient.
 
         `known` are the tensors of the network's input.
-
-        Raises:
-            ProtocolError: there is no such tensor.
         """
         dtype = frames.DTYPES.get(self.dtype)
         extent = 1 + sum(
@@ -133,11 +130,7 @@ class ValueSignature(msgspec.Struct, frozen=True, array_like=True):
     def of(
         value: Any, types: TypeRegistry, inputs: Mapping[Any, tuple[int, int, int]]
     ) -> ValueSignature:
-        """Return the signature of a value.
-
-        Raises:
-            PipeworkerError: it has a part that cannot be described.
-        """
+        """Return the signature of a value."""
         leaves, tensors, structure = frames.flatten(value, types)
         signatures = tuple(TensorSignature.of(tensor, inputs) for tensor in tensors)
         return ValueSignature(structure, leaves, signatures)
@@ -145,11 +138,7 @@ class ValueSignature(msgspec.Struct, frozen=True, array_like=True):
     def make(
         self, types: TypeRegistry, device: torch.device, known: Sequence[torch.Tensor] = ()
     ) -> Any:
-        """Return a value of this signature, on a device.
-
-        Raises:
-            PipeworkerError: there is no such value.
-        """
+        """Return a value of this signature, on a device."""
         if structures.count_leaves(self.structure, types) != len(self.leaves):
             raise ProtocolError("a structure with another number of leaves")
         tensors = [signature.make(device, known) for signature in self.tensors]
@@ -177,11 +166,7 @@ class ValueSignature(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def unpack(packed: bytes) -> ValueSignature:
-        """Return what :meth:`pack` packed.
-
-        Raises:
-            ProtocolError: the bytes are no signature.
-        """
+        """Return what :meth:`pack` packed."""
         try:
             return msgspec.convert(msgpack.unpackb(packed, use_list=False), ValueSignature)
         except Exception as error:  # msgpack raises ValueError, UnicodeDecodeError and its own

@@ -150,10 +150,6 @@ class Layers:
         With skip connections `value` is a pair of the input and the received tensors, and so is the
         result of the output and the tensors to send. With `train`, every planned skip tensor is
         required.
-
-        Raises:
-            UserCodeError: a layer raised.
-            SkipError: layers stash and pop otherwise than planned.
         """
         try:
             if self._skips is None:

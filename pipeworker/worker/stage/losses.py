@@ -24,11 +24,7 @@ def gradient(mb: MicroBatch, scale: float) -> torch.Tensor:
 
 
 def record(mb: MicroBatch, loss: Any) -> torch.Tensor:
-    """Store the scalars that ``loss`` returned, and return the root of the backward.
-
-    Raises:
-        UsageError: `loss` is neither a scalar nor a pair (sum, count).
-    """
+    """Store the scalars that ``loss`` returned, and return the root of the backward."""
     root, count = parts(loss)
     mb.loss = root.detach()
     mb.count = None if count is None else torch.as_tensor(count)
@@ -50,11 +46,7 @@ def _as_floats(values: Sequence[torch.Tensor]) -> tuple[float, ...]:
 
 
 def parts(loss: Any) -> tuple[torch.Tensor, Any]:
-    """Return the scalar that ``loss`` returned, and the count of a pair (sum, count), else None.
-
-    Raises:
-        UsageError: `loss` is neither a scalar nor such a pair.
-    """
+    """Return the scalar that ``loss`` returned, and the count of a pair (sum, count), else None."""
     if isinstance(loss, (tuple, list)) and len(loss) == 2:
         return _checked(loss[0]), _count(loss[1])
     return _checked(loss), None

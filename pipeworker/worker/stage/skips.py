@@ -80,9 +80,6 @@ class Table:
         """Remove and return the tensors that this stage sends to others; no other may remain.
 
         Without `strict`, None takes the place of a missing one: a layer may stash in training only.
-
-        Raises:
-            SkipError: a tensor is missing, left over or changed.
         """
         left = [name for name in self._stashed if name not in names]
         if left:

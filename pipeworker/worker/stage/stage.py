@@ -95,12 +95,7 @@ class Stage:
         self.deferred.commit()
 
     def forward(self, mb: MicroBatch) -> None:
-        """Run the layers: sets ``outgoing`` and ``departing``, or the loss on the last stage.
-
-        Raises:
-            UserCodeError: a layer or the loss raised.
-            UsageError: a layer began to change its input in place.
-        """
+        """Run the layers: sets ``outgoing`` and ``departing``, or the loss on the last stage."""
         if not mb.recompute:
             if self._offload is None or not mb.offload:
                 mb.output = self._run(mb, mb.value, mb.arrived, Phase.FORWARD)
@@ -132,12 +127,7 @@ class Stage:
             )
 
     def recompute(self, mb: MicroBatch) -> None:
-        """Run the layers again, and keep what backward needs.
-
-        Raises:
-            UserCodeError: a layer raised.
-            UsageError: the weights, or the output, are others than in the first forward.
-        """
+        """Run the layers again, and keep what backward needs."""
         self._check_weights(mb)
         with self._buffers.second_forward(mb):
             mb.output = self._run(mb, mb.value, mb.arrived, Phase.RECOMPUTE)
@@ -179,13 +169,7 @@ class Stage:
             self._offload.release_copied(mb)
 
     def backward(self, mb: MicroBatch) -> None:
-        """Accumulate the gradients of weights; sets ``input_gradients``, ``arrived_gradients``.
-
-        Raises:
-            UserCodeError: a layer's backward or a hook raised.
-            UsageError: the loss does not depend on a parameter, or outputs differ in what requires
-                grad.
-        """
+        """Accumulate the gradients of weights; sets ``input_gradients``, ``arrived_gradients``."""
         roots, gradients = self._start_backward(mb)
         if roots:
             self._engine(roots, gradients, False, False, (), True, True)

@@ -90,9 +90,6 @@ class MemorySnapshots:
 
         They are those of the first replica that is complete on this host, or else are fetched. If
         `local`, fetch nothing, and return nothing if they are not on this host.
-
-        Raises:
-            PipeworkerError: no host has them.
         """
         if self._settings.mirrored and not self._settings.local_rank:  # one worker for its host
             self._serve(restore)
@@ -181,11 +178,6 @@ class State:
 
         Returns:
             Whether the worker has its state now. If not, another replica transfers it.
-
-        Raises:
-            UsageError: the state is of another model, damaged, or could not be saved later.
-            PipeworkerError: no host has it.
-            UserCodeError: the user's code raised.
         """
         source = self._loaded.restore
         has_state = source is None or self._find(source, plan)
@@ -218,9 +210,6 @@ class State:
         """Transfer the state from the replicas that have it to those that lack it.
 
         `at` is the position in the data, and `present` whether this worker has the state.
-
-        Raises:
-            PipeworkerError: no replica has it.
         """
         for index, reduction in reductions.items():
             own_files = partial(self._files, index, step, None if index else at)
@@ -243,21 +232,12 @@ class State:
         return [torch.frombuffer(data, dtype=torch.uint8) for data in contents]
 
     def restore(self, files: Sequence[WorkerFiles]) -> None:
-        """Restore from the files of all workers, whatever stages they had.
-
-        Raises:
-            UsageError: the state is of another model, or damaged.
-            UserCodeError: the user's code raised.
-        """
+        """Restore from the files of all workers, whatever stages they had."""
         with self.changing("a checkpoint was loaded only in part"):
             restore(files, self._parts(), self._stages.aliases, user_code, loads_itself)
 
     def check_fits(self, files: Sequence[WorkerFiles]) -> None:
-        """Check that :meth:`restore` can restore from these files.
-
-        Raises:
-            UsageError: the state is of another model, or damaged.
-        """
+        """Check that :meth:`restore` can restore from these files."""
         check_fits(files, self._parts(), self._stages.aliases, loads_itself)
 
     @contextmanager
@@ -268,11 +248,7 @@ class State:
         self.invalid = ""
 
     def check(self) -> None:
-        """Reject state that could not be saved later.
-
-        Raises:
-            UsageError: a stage holds something other than tensors and plain values.
-        """
+        """Reject state that could not be saved later."""
         check_savable(self._parts(), self._stages.elsewhere)
 
     def begin_step(self, at: Callable[[], Position]) -> None:

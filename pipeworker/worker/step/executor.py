@@ -351,11 +351,7 @@ class Executor:
         return run.complete
 
     def check_sendable(self, value: Any) -> None:
-        """Check that :meth:`broadcast` can send a value from this worker.
-
-        Raises:
-            PipeworkerError: the value cannot pass between stages.
-        """
+        """Check that :meth:`broadcast` can send a value from this worker."""
         self._wiring.check_sendable(value)
 
     def broadcast(self, value: Any) -> Any:

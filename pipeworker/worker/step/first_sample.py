@@ -48,11 +48,7 @@ def check_figures(metrics: Metrics | None, best: str) -> Callable[[Any, Any], No
 
 
 def _check_name(name: str, best: str, figures: list[str]) -> None:
-    """Check the name of a figure, which may begin with that of an evaluation set.
-
-    Raises:
-        UsageError: there is no such figure.
-    """
+    """Check the name of a figure, which may begin with that of an evaluation set."""
     if not any(name == figure or name.endswith(f"/{figure}") for figure in figures):
         raise UsageError(
             f"--best {best}: no evaluation has such a figure; use one of {', '.join(figures)}, "

@@ -170,9 +170,6 @@ class Reduction:
 
         Returns:
             The files that this replica received; None if it has its own.
-
-        Raises:
-            SnapshotLost: no replica has the state.
         """
         for sender in self._senders.values():
             sender.begin(None)

@@ -101,9 +101,6 @@ class Sender(_End):
         """Start sending a value; wait only while the channel is at its capacity.
 
         A value's number is its micro-batch, or what both ends count by where it has none.
-
-        Raises:
-            PipeworkerError: the value cannot pass between stages, or an earlier one was changed.
         """
         under_way = self._under_way
         while len(under_way) >= self._capacity:
@@ -179,11 +176,7 @@ class Sender(_End):
         return [message for message in messages if message[0] != EXPECTED]
 
     def flush(self) -> None:
-        """Wait until all sends are complete: the tensors may be changed from now on.
-
-        Raises:
-            PipeworkerError: a tensor was changed before.
-        """
+        """Wait until all sends are complete: the tensors may be changed from now on."""
         while self._under_way:
             self._under_way.popleft().wait()
         self._last_task = None
@@ -284,12 +277,7 @@ class Receiver(_End):
         self._post_ahead()
 
     def receive(self, number: int) -> Any:
-        """Wait for the value of a number; its tensors are valid until :meth:`release`.
-
-        Raises:
-            ProtocolError: a header is invalid.
-            PipeworkerError: a registered class does not accept what arrived.
-        """
+        """Wait for the value of a number; its tensors are valid until :meth:`release`."""
         posted = self._posted.pop(number, None)
         if len(self._posted) <= self._low:
             self._post_ahead()

@@ -111,9 +111,6 @@ def choose(edge: Edge, own: Endpoint, other: Endpoint, backend: str) -> tuple[st
     """Return the mechanism between two workers' hosts, and that between their devices or "".
 
     Both workers choose the same; `backend` is that of ``--backend``.
-
-    Raises:
-        UsageError: the backend is NCCL alone, and the workers share a device.
     """
     one_host = own.host == other.host and backend != "gloo"
     hosts = SHARED if one_host else TLS if backend == "tls" else GLOO

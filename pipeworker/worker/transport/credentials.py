@@ -37,11 +37,7 @@ class Credentials:
 
     @staticmethod
     def of(token: str) -> Credentials:
-        """Derive the credentials from a job's token; they are equal on every host.
-
-        Raises:
-            UsageError: the token is too short.
-        """
+        """Derive the credentials from a job's token; they are equal on every host."""
         key, certificate = _derive(derive_secret(token, b"pipeworker-tls"))
         der = ssl.PEM_cert_to_DER_cert(certificate)
         client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -103,11 +103,7 @@ class KnownFrames(dict[tuple[int | None, int], Frame]):
 
 
 def describe(value: Any, types: TypeRegistry = NO_TYPES) -> tuple[Frame, list[torch.Tensor]]:
-    """Return the frame of a value and its distinct tensors.
-
-    Raises:
-        PipeworkerError: the value contains an object that cannot pass.
-    """
+    """Return the frame of a value and its distinct tensors."""
     if isinstance(value, torch.Tensor):
         check_dense(value)
         return Frame(LEAF, (0,), (layout_of(value),)), [value]
@@ -162,11 +158,7 @@ def matches(frame: Frame, value: Any, types: TypeRegistry = NO_TYPES) -> list[to
 
 
 def assemble(frame: Frame, tensors: Sequence[torch.Tensor], types: TypeRegistry = NO_TYPES) -> Any:
-    """Return the value of a frame and its distinct tensors.
-
-    Raises:
-        PipeworkerError: a registered class does not accept what arrived.
-    """
+    """Return the value of a frame and its distinct tensors."""
     if frame.structure == LEAF and tensors:
         return tensors[0]
     items = [
@@ -177,11 +169,7 @@ def assemble(frame: Frame, tensors: Sequence[torch.Tensor], types: TypeRegistry 
 
 
 def to_bytes(frame: Frame) -> bytes:
-    """Encode a frame as a header, for a receiver that does not expect it.
-
-    Raises:
-        PipeworkerError: it has too many tensors or dimensions, or its plain values are too long.
-    """
+    """Encode a frame as a header, for a receiver that does not expect it."""
     if len(frame.tensors) > MAX_TENSORS:
         raise PipeworkerError(
             f"{len(frame.tensors)} tensors cannot pass from one stage to the next at once: "
@@ -202,11 +190,7 @@ def to_bytes(frame: Frame) -> bytes:
 
 
 def from_bytes(header: bytes, types: TypeRegistry = NO_TYPES) -> Frame:
-    """Decode the result of :func:`to_bytes`; every number is checked, and none allocates memory.
-
-    Raises:
-        ProtocolError: it is not a valid header, or has a class that was not agreed on.
-    """
+    """Decode the result of :func:`to_bytes`; every number is checked, and none allocates memory."""
     # Where shapes change, they often change in the same way for all micro-batches.
     return (_decode_cached if len(header) <= _MAX_CACHED_BYTES else _decode)(header, types)
 

@@ -68,11 +68,7 @@ class Network:
     interface: str | None = None
 
     def own_address(self) -> str:
-        """Return this host's address on the interface that carries tensors.
-
-        Raises:
-            UsageError: the named interface has none.
-        """
+        """Return this host's address on the interface that carries tensors."""
         url = urlsplit(self.endpoint)
         return own_address((url.hostname or "127.0.0.1", url.port or 1), self.interface)
 

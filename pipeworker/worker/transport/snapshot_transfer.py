@@ -182,7 +182,6 @@ def fetch_snapshot(
     """Return a copy of a rank's snapshot from the host that serves it; the caller closes it.
 
     Raises:
-        PeerLost: no host has it, or the host cannot be reached in time.
         OSError: there is no memory for it.
     """
     key, deadline = f"{SnapshotServer.key}/{rank}", time.monotonic() + timings().connect

@@ -66,11 +66,7 @@ def is_namedtuple(kind: type) -> bool:
 def flatten(
     value: Any, types: TypeRegistry, depth_left: int = MAX_DEPTH
 ) -> tuple[list[Any], Structure]:
-    """Return the leaves of a value and its structure.
-
-    Raises:
-        PipeworkerError: it has a class, a key or a context that cannot pass to another process.
-    """
+    """Return the leaves of a value and its structure."""
     leaves: list[Any] = []
     structure = _flatten(value, types, leaves, depth_left)
     if len(leaves) > MAX_ITEMS:
@@ -135,11 +131,7 @@ def _flatten_agreed(
 
 
 def unflatten(structure: Structure, leaves: Iterator[Any], types: TypeRegistry) -> Any:
-    """Return the value of a structure and its leaves.
-
-    Raises:
-        PipeworkerError: a registered class does not accept what arrived.
-    """
+    """Return the value of a structure and its leaves."""
     if not isinstance(structure, tuple):
         return next(leaves)
     number, context, *parts = structure
@@ -178,11 +170,7 @@ def _unflatten_agreed(kind: type, children: list[Any], encoded: Any, types: Type
 
 
 def count_leaves(structure: Any, types: TypeRegistry, depth_left: int = MAX_DEPTH) -> int:
-    """Check a structure that a peer sent, with tuples for arrays; return its number of leaves.
-
-    Raises:
-        ProtocolError: it is not a structure, or has a class that was not agreed on.
-    """
+    """Check a structure that a peer sent, with tuples for arrays; return its number of leaves."""
     if type(structure) is int and structure == LEAF:
         return 1
     if type(structure) is not tuple or len(structure) < 2 or type(structure[0]) is not int:
@@ -280,11 +268,7 @@ def _encode(value: Any, types: TypeRegistry, place: str) -> Encoded:
 
 
 def decode(encoded: Any, types: TypeRegistry, depth_left: int = MAX_DEPTH) -> Any:
-    """Return the value of an exact form that a peer sent.
-
-    Raises:
-        ProtocolError: it is not the exact form of any value.
-    """
+    """Return the value of an exact form that a peer sent."""
     if type(encoded) in (str, bytes, type(None)):
         return encoded
     if type(encoded) is not tuple or not encoded or type(encoded[0]) is not int:

@@ -111,11 +111,7 @@ def key_of(leaf: Any, lasting: Sequence[Container[int]]) -> Any:
 
 
 def descriptions(leaves: Sequence[Any], name: str) -> tuple[Any, ...]:
-    """Return each leaf of a value as plain data: a tensor's shape, dtype and whether it wants grad.
-
-    Raises:
-        UsageError: a leaf is neither a tensor nor a plain value.
-    """
+    """Return each leaf of a value as plain data: of a tensor, shape, dtype and `requires_grad`."""
     found: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):

@@ -371,11 +371,7 @@ class Forward:
         return out
 
     def run(self, module: torch.nn.Module, value: Any) -> Any:
-        """Run the layers; return what the next layer gets, or the module's output.
-
-        Raises:
-            UsageError: the forward takes another way than in its plan.
-        """
+        """Run the layers; return what the next layer gets, or the module's output."""
         self._module = module
         batch = self.begin(value)
         self._begin_layer()

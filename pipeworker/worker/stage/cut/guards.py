@@ -62,11 +62,7 @@ class Guards:
                 )
 
     def check_tensors(self, layer: int, unit: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Reject a tensor that comes from a unit on a way that is not seen.
-
-        Raises:
-            UsageError: there is one.
-        """
+        """Reject a tensor that comes from a unit on a way that is not seen."""
         if any(map(is_fake, tensors)):
             raise refused(
                 layer,

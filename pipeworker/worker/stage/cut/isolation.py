@@ -82,11 +82,7 @@ class Isolation:
         unit.call(args, kwargs, held_by(args, kwargs), hooked_in(unit.unit))
 
     def check_again(self, name: str, unit: HollowUnit, layer: int, args: Any, kwargs: Any) -> None:
-        """Reject that others have changed a unit since its last call so that its next one differs.
-
-        Raises:
-            UsageError: it is so.
-        """
+        """Reject a change of a unit since its last call by which its next one differs."""
         changed = self.changed_since(name, unit.unit)
         if changed is None:
             return

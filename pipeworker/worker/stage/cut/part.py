@@ -77,9 +77,6 @@ class Cut:
             value: the module's input, or what the layer before returned.
             enter: called as each layer begins.
             leave: called as each layer ends, with what its unit returned.
-
-        Raises:
-            UsageError: the forward takes another way than in its plan.
         """
         self._set_mode(is_training=parts[0].training)
         first = parts[0].index
@@ -136,12 +133,7 @@ class Cut:
 
 
 def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
-    """Return the plan of a module for an input on the CPU, which is a micro-batch of its data.
-
-    Raises:
-        UsageError: the module cannot be cut; the message has the reason.
-        UserCodeError: its forward raised.
-    """
+    """Return the plan of a module for an input on the CPU, which is a micro-batch of its data."""
     copied, fresh, untouched = (_hollow(module, CPU) for _ in range(3))
     planning = Planning(types, _names_of(copied))
     units = _intercept(copied, planning.call)

@@ -89,10 +89,6 @@ class Planning:
             units: its units by name.
             isolation: what they hold when the forward begins.
             batch: the input.
-
-        Raises:
-            UsageError: the module cannot be cut; the message has the reason.
-            UserCodeError: its forward raised.
         """
         self._units, self._isolation = units, isolation
         self._guards = Guards(module, [one.unit for one in units.values()])

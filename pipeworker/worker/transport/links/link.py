@@ -25,11 +25,7 @@ class Pending(Protocol):
     """A send or receive under way."""
 
     def wait(self) -> None:
-        """Return when the tensor may be reused (send), or read by the host or stream (receive).
-
-        Raises:
-            PeerLost: the other end is gone.
-        """
+        """Return when the tensor may be reused (send), or read by the host or stream (receive)."""
 
 
 class _Complete:

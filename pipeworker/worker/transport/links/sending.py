@@ -55,11 +55,7 @@ class QueuedSender(OneLane, abc.ABC):
 
     @abc.abstractmethod
     def _send_queued(self) -> None:
-        """Wait for the socket once, then send what is possible of the queue.
-
-        Raises:
-            PipeworkerError: the other end is gone, or has sent an invalid message.
-        """
+        """Wait for the socket once, then send what is possible of the queue."""
 
     def _send_all(self) -> None:
         """Send, on the thread, all that is queued."""
@@ -91,12 +87,7 @@ class PostedSender(QueuedSender):
         self._posts: dict[int, deque[Any]] = {}  # posted buffers by tag, oldest first
 
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
-        """Deliver a tensor if its buffer is posted, else queue it.
-
-        Raises:
-            PeerLost: the receiver is gone.
-            ProtocolError: the receiver has posted an invalid buffer.
-        """
+        """Deliver a tensor if its buffer is posted, else queue it."""
         with self._lock:
             if not self._queue:
                 while not (posts := self._posts.get(tag)):

@@ -16,11 +16,7 @@ from pipeworker.worker.transport.handshake import HandshakeSteps, RendezvousPoin
 
 
 def host_identity() -> str:
-    """Return a text that is equal for processes that can share memory and use one Unix socket.
-
-    Raises:
-        PipeworkerError: the system does not show its processes.
-    """
+    """Return a text that is equal for processes that can share memory and use one Unix socket."""
     if sys.platform != "linux":
         return secrets.token_hex(16)
     try:
