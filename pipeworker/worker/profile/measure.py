@@ -29,7 +29,7 @@ from pipeworker.worker import blame
 from pipeworker.worker.device.device import Stopwatch
 from pipeworker.worker.internals import engine
 from pipeworker.worker.profile.heap import lost_bytes
-from pipeworker.worker.profile.meters import Flops, SavedTensors, bytes_of, memory_meter
+from pipeworker.worker.profile.meters import Flops, Memory, SavedTensors, bytes_of, memory_meter
 from pipeworker.worker.profile.optimizer import UpdateFacts, measure_update
 from pipeworker.worker.stage import losses
 from pipeworker.worker.stage.layers import StageConfig, autocast
@@ -74,12 +74,10 @@ class LayerCall:
     """A call of a layer.
 
     Attributes:
-        index: the layer's number in the network.
         value: its input, on the device.
         wants_grad: for each distinct tensor of it, whether it needs a gradient.
         popped: the skip tensors that it pops, by name, and whether each needs a gradient.
         stashed: the names of the skip tensors that it leaves for later layers.
-        uses_skips: whether it stashes or pops any.
     """
 
     index: int
@@ -126,11 +124,7 @@ def measure_layer(
 def measure_loss(
     output: Any, wants_grad: Sequence[bool], target: Any, settings: Settings, watch: Stopwatch
 ) -> LayerFacts:
-    """Return the facts of the loss of one micro-batch; its seconds are forward and backward.
-
-    Raises:
-        Exception: whatever its backward raises.
-    """
+    """Return the facts of the loss of one micro-batch; its seconds are forward and backward."""
     wanted = dict(zip(map(id, distinct_tensors(output)), wants_grad, strict=True))
     output = map_tensors(
         lambda tensor: tensor.detach().requires_grad_() if wanted[id(tensor)] else tensor, output
@@ -289,7 +283,7 @@ class _Measured:
     @contextmanager
     def _keeps(self, mb: MicroBatch) -> Iterator[None]:
         """Count what the first part of a split backward, run inside, keeps for the second."""
-        memory = memory_meter(self._settings.device, compiles=self._settings.compiler is not None)
+        memory = self._memory()
         memory.know([*self._tensors, *self._gradients])
         before = memory.restart()
         with memory:
@@ -297,6 +291,9 @@ class _Measured:
         mb.input_gradients = []  # they are sent
         mb.arrived_gradients.clear()
         self._deferred_bytes = max(0, memory.restart() - before)
+
+    def _memory(self) -> Memory:
+        return memory_meter(self._settings.device, compiles=self._settings.compiler is not None)
 
     def _kept(self) -> MicroBatch:
         """Return a micro-batch with its graph."""
@@ -317,35 +314,29 @@ class _Measured:
             parameter.grad = torch.zeros_like(parameter)
             hook = partial(note, parameter)
             handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
-        mb = self._microbatch()
-        inputs = [
-            *distinct_tensors(mb.value),
-            *(tensor for tensor, _ in self._call.popped.values()),
-        ]
+        inputs = distinct_tensors(self._call.value)
+        inputs += [tensor for tensor, _ in self._call.popped.values()]
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
-        compiles = self._settings.compiler is not None
-        memory = memory_meter(self._settings.device, compiles=compiles)
+        memory, before, flops = self._memory(), versions(inputs), Flops()
         memory.know([*self._tensors, *inputs, *gradients])
-        saved, before, flops = SavedTensors(), versions(inputs), Flops()
-        start, has_hooks = memory.restart(), True
-        try:
-            with memory, saved.active(), nullcontext() if compiles else flops:
-                self._stage.forward(mb)
-        except blame.UserCodeError as error:
-            if not blame.rejects_hooks(error):
-                raise
-            has_hooks = False
-        if not has_hooks:
-            saved, flops, mb = SavedTensors(), Flops(), self._microbatch()
+        counting = nullcontext() if self._settings.compiler else flops
+        for has_hooks in (True, False):
+            saved, flops.count, mb = SavedTensors(), 0, self._microbatch()
             start = memory.restart()
-            with memory, nullcontext() if compiles else flops:
-                self._stage.forward(mb)
+            try:
+                with memory, saved.active() if has_hooks else nullcontext(), counting:
+                    self._stage.forward(mb)
+                break
+            except blame.UserCodeError as error:
+                if not (has_hooks and blame.rejects_hooks(error)):
+                    raise
         self._changes_input = versions(inputs) != before
         most = memory.peak
         made = memory.restart() - start
         working = most - start - made
         output, departing = distinct_tensors(mb.outgoing), [*mb.departing.values()]
-        roots = [t for t in (*output, *departing) if t is not None and t.requires_grad]
+        leaves = [t for t in (*output, *departing) if t is not None]
+        roots = [tensor for tensor in leaves if tensor.requires_grad]
         self._of_value = sum(tensor.requires_grad for tensor in output)
         self._gradients = [torch.ones_like(root) for root in roots]
         saved.take(self._tensors)
@@ -360,13 +351,12 @@ class _Measured:
             output_bytes=bytes_of(mb.outgoing),
             passes_gradient=self._of_value > 0,
         )
-        leaves = [t for t in (*output, *departing) if t is not None]
         self._kept_bytes = saved.rest(leaves) if has_hooks else max(0, made)
         del saved, output, departing, roots, leaves
         if self._gradients:
             memory.know(self._gradients)
             start = memory.restart()
-            with memory, nullcontext() if compiles else flops:
+            with memory, counting:
                 self._stage.backward(self._with_gradients(mb))
             working = max(working, memory.peak - start)
         for handle in handles:
