@@ -306,7 +306,7 @@ class Worker:
             try:
                 whole = concatenate_outputs(outputs)
                 if everywhere:
-                    worker.executor.check_sendable(whole)
+                    worker.wiring.check_sendable(whole)
             except PipeworkerError as error:
                 raise PassFailed(error, self.explain(error)) from error
         memory = peak_memory(worker.loaded.device)

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from pipeworker.errors import PipeworkerError
+from pipeworker.worker.transport.layout import ALIGNMENT
 
 _MOST_INLINE = 1 << 15
 """Bytes of a message that is sent without a file."""
 _LONGEST = 1 << 17
-_ALIGNMENT = 64
 _HEAD = Struct("<2q")
 """Length of the pickle, and number of the storages; their lengths follow, then the pickle."""
 _INLINE, _FILE = b"\0", b"\1"
@@ -192,5 +192,5 @@ def _bytes_of(storage: torch.UntypedStorage) -> Any:
 
 def _starts(lengths: list[int]) -> list[int]:
     """Return where each part of these lengths begins, aligned, and the end of all."""
-    padded = [-(-length // _ALIGNMENT) * _ALIGNMENT for length in lengths]
+    padded = [-(-length // ALIGNMENT) * ALIGNMENT for length in lengths]
     return [0, *accumulate(padded)]

@@ -66,7 +66,6 @@ class RemoteReader(Reader):
     Other data is read in this process, and so is data that the process cannot read or pass on.
 
     Args:
-        data: the job's data.
         link: connections to the processes.
         setup: the job, for a new process.
         stall_seconds: seconds after which a mini-batch is not waited for.

@@ -11,9 +11,7 @@ import torch
 from pipeworker.errors import UsageError
 from pipeworker.plan.partition import sizes
 from pipeworker.worker.internals import pytree
-from pipeworker.worker.transport.layout import aligned_copy
-
-_ALIGNMENT = 64  # bytes: a part of a mini-batch has the address of the original, modulo this
+from pipeworker.worker.transport.layout import ALIGNMENT, aligned_copy
 
 
 def split_value(value: Any, count: int, own: range) -> list[Any]:
@@ -40,7 +38,7 @@ def _split_tensor(tensor: torch.Tensor, count: int, own: range) -> list[torch.Te
     first = 0
     if len(own) < count and whole.is_contiguous():  # else rows do not follow each other in memory
         row = max(1, whole[0].nbytes)
-        first = begin - begin % (_ALIGNMENT // math.gcd(row, _ALIGNMENT))
+        first = begin - begin % (ALIGNMENT // math.gcd(row, ALIGNMENT))
         whole = whole[:end]
     rows = aligned_copy(whole[first:])[begin - first : end - first]
     pieces = [piece.data for piece in torch.split(rows, lengths[own.start : own.stop])]

@@ -24,6 +24,7 @@ from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.internals import base_of, counter_of, version_of
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.values import distinct_tensors
+from pipeworker.worker.transport.layout import ALIGNMENT
 
 
 class Copies:
@@ -96,8 +97,6 @@ class StreamCopies(Copies):
         self._accelerator.current.wait_event(mark)
 
 
-_ALIGNED = 64
-"""Bytes: the allocator aligns new memory to a multiple of this."""
 _Key = tuple[int, int, tuple[Any, ...]]
 """A storage's address, the version in which it was saved, and the part that the version counts."""
 
@@ -167,7 +166,7 @@ class SavedGraph:
             return False
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        large = storage.nbytes() >= self._copies.least and not address % _ALIGNED
+        large = storage.nbytes() >= self._copies.least and not address % ALIGNMENT
         return large and address not in self._stay
 
     def end_forward(self, output: Iterable[torch.Tensor]) -> None:

@@ -168,11 +168,7 @@ class StepOutput:
 
 
 class Executor:
-    """The loop over the actions of one worker.
-
-    Attributes:
-        feed: mini-batches that the worker trains on.
-    """
+    """The loop over the actions of one worker."""
 
     def __init__(
         self,
@@ -349,10 +345,6 @@ class Executor:
         if failed:
             raise failed
         return run.complete
-
-    def check_sendable(self, value: Any) -> None:
-        """Check that :meth:`broadcast` can send a value from this worker."""
-        self._wiring.check_sendable(value)
 
     def broadcast(self, value: Any) -> Any:
         """Return a value of the last stage on every worker.
