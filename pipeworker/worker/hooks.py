@@ -119,11 +119,7 @@ class Hooks:
 
 
 class _Parent:
-    """The parent of the process of the hooks; the process ends with it, whatever a hook does.
-
-    Attributes:
-        job_over: set when the job is over.
-    """
+    """The parent of the process of the hooks; the process ends with it, whatever a hook does."""
 
     def __init__(self) -> None:
         self.job_over = threading.Event()

@@ -85,7 +85,6 @@ class Accelerator:
     A device with a single stream (MPS) does all work in order.
 
     Attributes:
-        device: device of its tensors.
         mapping: the means by which other processes map its memory, if there are any.
         communicators: the means by which it transfers to devices of other hosts directly, if there
             are any.

@@ -78,11 +78,7 @@ def stopwatch_of_layers(device: torch.device) -> Iterator[Stopwatch]:
 
 
 class Flops:
-    """Counts, inside the context, floating-point operations as torch's flop counter does.
-
-    Attributes:
-        count: operations so far.
-    """
+    """Counts, inside the context, floating-point operations as torch's flop counter does."""
 
     def __init__(self) -> None:
         self._observer = observing(self._observe)

@@ -28,7 +28,6 @@ class BatchFeed:
     user's own. Elsewhere there is none.
 
     Attributes:
-        tracker: position of the worker.
         scatter: channels to the other replicas.
         reader: reader of the job's data; None where this worker does not read it.
         reads_ahead: read the next mini-batch in each step; if False, the user's loop offers it.

@@ -40,13 +40,10 @@ class Wiring:
     """The connections of a worker's stages with each other and with other workers.
 
     Args:
-        placement: the stages of all workers.
-        stages: stages of the worker, by index.
         links: the worker's end of each edge that it uses.
         send_thread: performs large sends; None: the calling thread performs them.
         ties: ties by stage, of the stages that have places of tied weights.
         types: classes of the user's that values on channels may have.
-        replica: number of this replica of the pipeline.
         accelerator: device of the stages; None for the CPU.
 
     Attributes:

@@ -65,7 +65,6 @@ class Sender(_End):
     """The source's end of a channel. Its methods raise PeerLost if the other end is gone.
 
     Args:
-        link: the link of the edge.
         capacity: frames that may be under way before the next one waits; None for as many as any
             number of stages needs, so that they wait only when they would pile up.
         send_thread: performs large sends; without one, the calling thread does.
@@ -236,7 +235,6 @@ class Receiver(_End):
     """The target's end of a channel. Its methods raise PeerLost if the other end is gone.
 
     Args:
-        link: the link of the edge.
         depth: frames whose receives are posted ahead of need; fewer if they have many tensors.
         types: the classes of the job that may pass; the same at both ends.
         accelerator: the device on which received tensors are wanted, if it is not the host.

@@ -69,12 +69,9 @@ class Forward:
     """One run of the layers `first` to before `stop`.
 
     Args:
-        plan: the plan of the module.
         types: the classes that may occur in its values.
         parameters: the names of the hollow module's parameters, by id.
         device: where stand-ins seem to be.
-        first: index of the first layer.
-        units: the unit of each layer.
         calls: what is called in place of each unit.
         outside: returns the parameter that a layer uses outside of units, by layer and name.
         known: stand-ins of earlier runs, which are used again.

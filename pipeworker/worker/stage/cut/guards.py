@@ -42,12 +42,7 @@ def refused(layer: int, unit: str, reason: str, remedy: str) -> UsageError:
 
 
 class Guards:
-    """The checks of one run of a hollow module's forward.
-
-    Args:
-        module: the hollow module.
-        units: its units.
-    """
+    """The checks of one run of a hollow module's forward."""
 
     def __init__(self, module: nn.Module, units: Sequence[nn.Module]) -> None:
         inside = {id(buffer) for unit in units for buffer in unit.buffers()}

@@ -39,8 +39,6 @@ class Cut:
 
     Attributes:
         module: a hollow copy of the module, which calls :meth:`_unit` in place of each unit.
-        plan: which unit each layer runs, and which values pass between layers.
-        types: the classes that may occur in these values.
         switched_off: what the module did besides its forward, by the names of its settings.
     """
 
@@ -206,7 +204,6 @@ class Part(nn.Module):
     """One layer of a cut module: a unit, and the parameters that its layer uses beside it.
 
     Attributes:
-        index: index of the layer.
         unit: the unit, of which each layer has an object of its own.
     """
 

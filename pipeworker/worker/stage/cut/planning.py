@@ -49,11 +49,7 @@ _NEEDS_NUMBERS = ("DataDependentOutputException", "DynamicOutputShapeException")
 
 
 class Planning:
-    """A run that makes a plan.
-
-    Args:
-        types: the classes that may occur in the values.
-        parameters: the names of the hollow module's parameters, by id.
+    """A run that makes a plan; its arguments are as in :class:`Forward`.
 
     Attributes:
         trace: the calls that depend on parameters.
@@ -82,14 +78,7 @@ class Planning:
     def run(
         self, module: nn.Module, units: Mapping[str, HollowUnit], isolation: Isolation, batch: Any
     ) -> CutPlan:
-        """Return the plan for an input.
-
-        Args:
-            module: a hollow module, whose units call :meth:`call`.
-            units: its units by name.
-            isolation: what they hold when the forward begins.
-            batch: the input.
-        """
+        """Return the plan of a hollow module, whose units call :meth:`call`, for an input."""
         self._units, self._isolation = units, isolation
         self._guards = Guards(module, [one.unit for one in units.values()])
         self._owned = {

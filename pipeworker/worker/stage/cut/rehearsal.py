@@ -33,7 +33,6 @@ class Rehearsal(Forward):
     """One run of a hollow module's forward, which raises where it differs from an earlier one.
 
     Args:
-        plan, types, parameters: as in :class:`Forward`.
         calls: the calls of the earlier run.
         described: by layer, descriptions of what its unit returned.
         cause: for the message, who left what differs, and when that is so.

@@ -26,13 +26,7 @@ class Trace:
         self._digests: dict[int, tuple[torch.Tensor, int, Any]] = {}
 
     def add(self, name: str, leaves: Sequence[Any], *known: Mapping[int, Any]) -> None:
-        """Add a call.
-
-        Args:
-            name: what was called.
-            leaves: the leaves of its arguments.
-            known: what stands for a tensor, by its id: a number, or a parameter's name.
-        """
+        """Add a call, by the leaves of its arguments; `known` has what stands for a tensor's id."""
         self.calls.append((name, *(self._key(leaf, known) for leaf in leaves)))
 
     def _key(self, leaf: Any, known: Sequence[Mapping[int, Any]]) -> Any:

@@ -44,10 +44,7 @@ _QUEUE_BYTES = 4 << 20  # room for as many records as the system grants; at the 
 class ReceivingLink(OneLane):
     """The target's end. One thread posts and waits.
 
-    Args:
-        edge: the edge.
-        connection: a Unix socket to the sender.
-        pin: pins memory, so that an accelerator copies from it by itself.
+    `pin` pins memory, so that an accelerator copies from it by itself.
     """
 
     mapped = True
