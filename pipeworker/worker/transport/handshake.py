@@ -193,7 +193,25 @@ def accept(
     deadline: float,
     steps_of: Callable[[socket.socket], HandshakeSteps],
 ) -> socket.socket:
-    """Return the first connection that authenticates itself, blocking; close and log all others.
+    """Return the first of :func:`accept_each`.
+
+    Raises:
+        TimeoutError: the peer has not come before `deadline` (monotonic).
+    """
+    accepted = accept_each(listener, channel, lambda: time.monotonic() >= deadline, steps_of)
+    with contextlib.closing(accepted):
+        for connection in accepted:
+            return connection
+    raise TimeoutError("it did not come")
+
+
+def accept_each(
+    listener: socket.socket,
+    channel: object,
+    is_over: Callable[[], bool],
+    steps_of: Callable[[socket.socket], HandshakeSteps],
+) -> Generator[socket.socket, None, None]:
+    """Yield the connections that authenticate themselves, blocking; close and log all others.
 
     Pending connections are served at the same time, so a silent one delays no other; each has the
     time of a handshake. Beyond :data:`MAX_PENDING` the oldest is closed, preferably one that has
@@ -202,20 +220,17 @@ def accept(
     Args:
         listener: a listening socket.
         channel: the channel's name in the log.
-        deadline: the time (monotonic) until which the peer may come.
+        is_over: called at each poll; if it returns True, pending connections are closed.
         steps_of: returns the steps of a new connection.
-
-    Raises:
-        TimeoutError: the peer has not come.
     """
     seconds = timings().handshake
     listener.setblocking(False)
     with contextlib.closing(_PendingConnections(channel)) as pending:
         pending.selector.register(listener, selectors.EVENT_READ)
-        while (now := time.monotonic()) < deadline:
-            pending.reject_overdue(now, f"it proved nothing within {seconds:g} s")
+        while not is_over():
+            pending.reject_overdue(time.monotonic(), f"it proved nothing within {seconds:g} s")
             pending.reject_excess()
-            for key, _ in pending.selector.select(max(0.0, pending.soonest(deadline) - now)):
+            for key, _ in pending.selector.select(timings().poll):
                 descriptor, has_data = key.fd, True
                 if key.fileobj is listener:
                     try:
@@ -227,8 +242,7 @@ def accept(
                     pending.add(descriptor, steps_of(connection), time.monotonic() + seconds)
                 if authenticated := pending.advance(descriptor, has_data=has_data):
                     authenticated.setblocking(True)
-                    return authenticated
-    raise TimeoutError("it did not come")
+                    yield authenticated
 
 
 class _PendingConnections:
@@ -264,10 +278,6 @@ class _PendingConnections:
         except (AuthenticationError, OSError) as error:
             self._reject(descriptor, error)
         return None
-
-    def soonest(self, deadline: float) -> float:
-        """Return the first time at which a connection is overdue, `deadline` at the latest."""
-        return min([deadline, *(until for _, until in self._steps.values())])
 
     def reject_overdue(self, now: float, reason: str) -> None:
         for descriptor, (_, until) in list(self._steps.items()):

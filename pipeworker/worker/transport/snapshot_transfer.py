@@ -72,15 +72,13 @@ class _Server:
             thread.join()
 
     def _accept(self) -> None:
-        while not self._closed.is_set():
-            soon = time.monotonic() + timings().poll
-            with suppress(TimeoutError):
-                peer = handshake.accept(self._listener, _CHANNEL, soon, self._login.steps)
-                thread = threading.Thread(
-                    target=self._serve, args=(peer,), name=self.key, daemon=True
-                )
-                self._peers.append((peer, thread))
-                thread.start()
+        accepted = handshake.accept_each(
+            self._listener, _CHANNEL, self._closed.is_set, self._login.steps
+        )
+        for peer in accepted:
+            thread = threading.Thread(target=self._serve, args=(peer,), name=self.key, daemon=True)
+            self._peers.append((peer, thread))
+            thread.start()
 
     def _serve(self, peer: socket.socket) -> None:
         """Serve one connection, on a thread of its own, and close it."""

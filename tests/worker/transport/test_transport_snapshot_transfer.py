@@ -174,6 +174,35 @@ def test_a_worker_of_another_generation_is_rejected(
     server.close()
 
 
+def test_a_peer_whose_handshake_outlasts_a_poll_is_served(
+    memories: dict[int, list[SnapshotMemory]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As between hosts that are far apart, where a round trip takes longer."""
+    polls = threading.Semaphore(0)
+
+    class Polled(threading.Event):
+        def is_set(self) -> bool:
+            polls.release()
+            return super().is_set()
+
+    store, until = LocalStore().store(), time.monotonic() + 20
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Event", Polled)
+        server = SnapshotServer(memories, store, Network(ENDPOINT, "auto"), MEMBERSHIP)
+    connection = socket.create_connection(handshake.parse_address(store.get("memory/3")), 20)
+    steps = handshake.plain_steps(connection, MEMBERSHIP.snapshot_key(), sends=True)
+    connection.setblocking(False)
+    next(steps)  # it waits for the server's question
+    while polls.acquire(blocking=False):
+        pass
+    for _ in range(4):
+        assert polls.acquire(timeout=20)
+    with handshake.complete(steps, connection, until) as peer:
+        peer.sendall(struct.pack("<2q", 3, 0))
+        assert peer.recv(8) == struct.pack("<q", 1_400_000)
+    server.close()
+
+
 def test_a_client_that_is_closed_does_not_try_to_connect_again() -> None:
     store = LocalStore()
     with (
