@@ -39,15 +39,13 @@ _INDICES = {"pos": 624, "buffer_pos": 4}
 """Entries of a NumPy state that NumPy does not check, and the maximum of each."""
 
 
-def generators_of_function(function: Any) -> Generators:
-    """Return the generators of the module that defines a function, and of a method's object."""
-    owner = getattr(function, "__self__", function)
-    return _distinct([*_module("function", function), ("function", owner)])
-
-
 def own_generators(data: Any) -> Generators:
-    """Return the generators that are known before ``data`` is called."""
-    return generators_of_function(data) if callable(data) else {}
+    """Return the generators that are known before ``data`` is called, if it is a function.
+
+    They are those of the module that defines it, and of a method's object.
+    """
+    owner = getattr(data, "__self__", data)
+    return _distinct([*_module("function", data), ("function", owner)]) if callable(data) else {}
 
 
 def generators_of_source(source: Any) -> Generators:

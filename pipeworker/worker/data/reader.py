@@ -21,7 +21,7 @@ from pipeworker.worker.data.splitting import split_value
 from pipeworker.worker.data.tokens import count_tokens
 from pipeworker.worker.internals import pytree
 from pipeworker.worker.stage import rng
-from pipeworker.worker.stage.values import distinct_tensors
+from pipeworker.worker.stage.values import bits_of, distinct_tensors
 
 _MOST = 2**63
 _MOST_SIGNATURES = 1024
@@ -305,9 +305,7 @@ def _digest(item: Any) -> int:
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             checksum = zlib.crc32(f"{leaf.dtype}{tuple(leaf.shape)}".encode(), checksum)
-            plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            content: Any = plain.reshape(-1).view(torch.uint8).numpy()
-            checksum = zlib.crc32(content, checksum)
+            checksum = zlib.crc32(bits_of(leaf).cpu().numpy().data, checksum)
         elif isinstance(leaf, (str, bytes, bool, int, float, complex)) or leaf is None:
             checksum = zlib.crc32(repr(leaf).encode(), checksum)
     return checksum

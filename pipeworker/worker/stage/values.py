@@ -83,7 +83,12 @@ def _listed(items: list[str]) -> str:
 
 def checksums(value: Any) -> tuple[int, ...]:
     """Return the sum of the bytes of each distinct tensor of a value: equal for equal bits."""
-    tensors = (t.detach() for t in distinct_tensors(value))
+    tensors = distinct_tensors(value)
     dense = (t for t in tensors if t.layout is torch.strided and not t.is_nested)
-    flat = (t.resolve_conj().resolve_neg().reshape(-1) for t in dense)
-    return tuple(int(t.view(torch.uint8).sum()) for t in flat)
+    return tuple(int(bits_of(tensor).sum()) for tensor in dense)
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a dense tensor, as uint8 of shape ``[bytes]``."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.contiguous().reshape(-1).view(torch.uint8)

@@ -20,6 +20,7 @@ from torch import nn
 from pipeworker.errors import SnapshotLost, UsageError
 from pipeworker.worker.internals import buffers_of, version_of
 from pipeworker.worker.stage.stage import Stage
+from pipeworker.worker.stage.values import bits_of
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.update.replicas import Gradients, Piece, Weights
 
@@ -256,7 +257,7 @@ class _Buffers:
 
     def pack(self) -> torch.Tensor:
         """Return the bytes of the chosen buffers, of shape ``[total size]``."""
-        found = [_bytes_of(_get(slot)) for slot in self._chosen]
+        found = [bits_of(_get(slot)) for slot in self._chosen]
         return torch.cat(found) if found else torch.zeros(1, dtype=torch.uint8)
 
     def unpack(self, packed: torch.Tensor) -> None:
@@ -271,7 +272,7 @@ class _Buffers:
             return
         start = 0
         for slot in self._chosen:
-            own = _bytes_of(_get(slot))
+            own = bits_of(_get(slot))
             sent = packed[start : start + own.numel()]
             start += own.numel()
             if not torch.equal(own, sent):
@@ -284,7 +285,3 @@ def _get(slot: _Slot) -> torch.Tensor:
     module, name = slot
     found = buffers_of(module).get(name)
     return torch.empty(0) if found is None else found
-
-
-def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
-    return buffer.detach().contiguous().reshape(-1).view(torch.uint8)

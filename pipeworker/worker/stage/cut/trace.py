@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipeworker.worker.internals import is_fake, version_of
 from pipeworker.worker.stage.cut.calls import leaves_of, name_of
+from pipeworker.worker.stage.values import bits_of
 from pipeworker.worker.transport.structure import PLAIN_TYPES
 
 Call = tuple[Any, ...]
@@ -43,14 +44,10 @@ class Trace:
         """Return a number for a tensor's content; a mask that all layers use is read once."""
         held = self._digests.get(id(tensor))
         if held is None or held[1] != version_of(tensor):
-            digest = _digest(tensor) if tensor.layout is torch.strided else None
+            dense = tensor.layout is torch.strided
+            digest = zlib.crc32(bits_of(tensor).cpu().numpy().data) if dense else None
             held = self._digests[id(tensor)] = tensor, version_of(tensor), digest
         return held[2]
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return zlib.crc32(flat.view(torch.uint8).cpu().numpy().data)
 
 
 class Recording(TorchFunctionMode):
