@@ -11,9 +11,10 @@ import io
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -30,11 +31,16 @@ from pipeworker.record.rundir import RunDir
 from pipeworker.wire import lines
 from pipeworker.worker.blame import raised, user_traceback
 from pipeworker.worker.console import SIGNALS, ignore_signals, redirect_output
-from pipeworker.worker.loggers.make import make_loggers
 
 Warn = Callable[[str, str], None]
 """Receives a warning, and the details that belong to it."""
 _POLL_SECONDS = 0.25
+_LOGGERS = {
+    "wandb": "wandb:Wandb",
+    "mlflow": "mlflow:MLflow",
+    "metrics_port": "prometheus:Prometheus",
+}
+"""By option, a module of loggers and its class."""
 
 
 class Hooks:
@@ -184,16 +190,24 @@ def _call_all(parent: _Parent) -> None:
         job = job_file.load(Path(options.job_file), options.arguments)
         objects = job_file.called_with_records(job)
 
-    def fail(name: str, error: BaseException) -> None:
-        text = f"{name}: {raised(error)} at its start; the job continues without it"
-        parent.warn(text, user_traceback(error))
-
-    objects += make_loggers(options, record, fail)
+    objects += _loggers(options, record, parent)
     hooks = Hooks(run_dir, objects, options.resume_step, parent.warn, streams.note)
     while not parent.job_over.is_set():
         if not hooks.call_new():
             parent.job_over.wait(_POLL_SECONDS)
     hooks.finish()
+
+
+def _loggers(options: Options, record: RunRecord, parent: _Parent) -> Iterator[tuple[str, Any]]:
+    """Yield the loggers of a job, each with the option that asks for it; warn of one that fails."""
+    for option in options.loggers:
+        name = f"--{option.replace('_', '-')}"
+        try:
+            made = resolve_name(f"pipeworker.worker.loggers.{_LOGGERS[option]}")
+            yield name, made(getattr(options, option), record)
+        except (Exception, SystemExit) as error:
+            text = f"{name}: {raised(error)} at its start; the job continues without it"
+            parent.warn(text, user_traceback(error))
 
 
 def _become_child(watcher: SessionWatcher, parent: _Parent) -> None:
