@@ -53,15 +53,15 @@ _BUDGET, _ALL_REPEATS = 0.05, 0.4
 def machine_of(device: torch.device, entries: Iterable[Any]) -> Machine:
     """Return what this worker computes on; `entries` are the layers that it holds by now."""
     if device.type == "cpu":
-        tensors = {
-            id(tensor): bytes_of(tensor)
+        tensors = [
+            tensor
             for entry in entries
             if isinstance(entry, nn.Module)
             for tensor in (*entry.parameters(), *entry.buffers())
             if not is_fake(tensor)
-        }
+        ]
         limit = min(psutil.virtual_memory().total, cgroups.memory_limit() or sys.maxsize)
-        base = max(0, used_memory(device) - sum(tensors.values())) + _LIBRARIES
+        base = max(0, used_memory(device) - bytes_of(tensors)) + _LIBRARIES
         return Machine(name_of(device), "", limit, base)
     module = torch.get_device_module(device.type)
     info, reserved = (getattr(module, n, None) for n in ("mem_get_info", "memory_reserved"))

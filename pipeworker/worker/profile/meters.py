@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -204,19 +204,8 @@ def bytes_of(value: Any) -> int:
     return sum(part.nbytes for tensor in distinct_tensors(value) for part in dense_parts(tensor))
 
 
-class Memory(Protocol):
-    """The memory that is used inside a context."""
-
-    @property
-    def peak(self) -> int: ...
-    def know(self, tensors: Iterable[torch.Tensor]) -> None: ...
-    def restart(self) -> int: ...
-    def __enter__(self) -> Any: ...
-    def __exit__(self, *error: Any) -> None: ...
-
-
 class _DeviceMemory:
-    """The memory of an accelerator's allocator, which counts by itself; 0 if it does not."""
+    """The memory of a device's allocator, which counts by itself; 0 if it does not."""
 
     def __init__(self, device: torch.device) -> None:
         module = torch.get_device_module(device.type)
@@ -244,26 +233,14 @@ class _DeviceMemory:
     def __exit__(self, *_: object) -> None: ...
 
 
-class _NoMemory:
-    """Memory that is not counted."""
-
-    peak = 0
-
-    def know(self, tensors: Iterable[torch.Tensor]) -> None: ...
-
-    def restart(self) -> int:
-        return 0
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
+Memory = Operations | _DeviceMemory
+"""Counts the memory that is used inside the context."""
 
 
 def memory_meter(device: torch.device, *, compiles: bool = False) -> Memory:
     """Return a meter of memory on a device.
 
-    On the CPU it sees each operation, which a compiled layer does not have: it then counts nothing.
+    On the CPU, whose allocator does not count, it sees each operation. A compiled layer has none,
+    so nothing is counted.
     """
-    if device.type != "cpu":
-        return _DeviceMemory(device)
-    return _NoMemory() if compiles else Operations()
+    return _DeviceMemory(device) if device.type != "cpu" or compiles else Operations()

@@ -11,8 +11,8 @@ from torch import nn
 
 from pipeworker.job.file import JobFile
 from pipeworker.worker.device.device import Stopwatch
-from pipeworker.worker.internals import pytree
 from pipeworker.worker.profile.meters import memory_meter
+from pipeworker.worker.stage.values import distinct_tensors
 from pipeworker.worker.update.update import Updater
 
 log = logging.getLogger(__name__)
@@ -52,13 +52,11 @@ def measure_update(
         optimizers.step()
         seconds = watch.seconds([begin, watch.mark()])
         states = [dict(state) for one in optimizers.all for state in one.state.values()]
-        tensors = {
-            id(leaf): leaf for leaf in pytree.tree_leaves(states) if isinstance(leaf, torch.Tensor)
-        }
+        tensors = distinct_tensors(states)
         parameters = list(layer.parameters())
         gradients = [p.grad for p in parameters if p.grad is not None]
         memory = memory_meter(device)
-        memory.know([*tensors.values(), *parameters, *gradients])
+        memory.know([*tensors, *parameters, *gradients])
         start = memory.restart()
         with memory:
             optimizers.step()
@@ -66,4 +64,4 @@ def measure_update(
     except Exception as error:
         log.info("the optimizer of one layer cannot be measured: %s", error)
         return UpdateFacts()
-    return UpdateFacts(sum(tensor.nbytes for tensor in tensors.values()), seconds, working)
+    return UpdateFacts(sum(tensor.nbytes for tensor in tensors), seconds, working)
