@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import io
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +18,6 @@ from pipeworker.record.files.atomic_file import no_link
 from pipeworker.record.files.located import located
 from pipeworker.worker.blame import JobExit
 
-SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that are sent to all processes of a job or host: the launcher decides what they mean."""
 _DEBUGGERS = ("bdb", "cmd", "pdb")
 
 
@@ -59,12 +56,6 @@ def reject_input() -> NoReturn:
         f"{_caller()}: a worker has no terminal for input() or a debugger; run pipeworker launch "
         "--stages 1 --debug, which uses your terminal and gives the same numbers"
     )
-
-
-def ignore_signals() -> None:
-    """Ignore :data:`SIGNALS`; a program that this process starts does not inherit that."""
-    for number in SIGNALS:
-        signal.signal(number, lambda *_: None)
 
 
 def detach_terminal() -> None:

@@ -35,6 +35,7 @@ from pipeworker.wire.messages.step import EndPass
 from pipeworker.wire.messages.store import StoreOperation, StoreReply, StoreRequest
 from pipeworker.wire.reliable_stream import ReliableStream
 from pipeworker.worker.settings import Settings
+from pipeworker.worker.signals import handle_signals
 
 Exit = Callable[[Abort], None]
 _INTERRUPTS = (signal.SIGTERM, signal.SIGINT)
@@ -113,9 +114,7 @@ class Control:
         """
         self._signals = signals
         if signals:
-            for number in _HANDLED:
-                signal.signal(number, lambda *_: None)
-            signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
+            handle_signals(_HANDLED, self._wake_in.fileno())
         self._thread.start()
 
     def suspended(self) -> float:

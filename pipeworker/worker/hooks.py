@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -30,7 +29,8 @@ from pipeworker.record.run_record import RunRecord
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire import lines
 from pipeworker.worker.blame import raised, user_traceback
-from pipeworker.worker.console import SIGNALS, ignore_signals, redirect_output
+from pipeworker.worker.console import redirect_output
+from pipeworker.worker.signals import handle_signals
 
 Warn = Callable[[str, str], None]
 """Receives a warning, and the details that belong to it."""
@@ -165,7 +165,7 @@ def main() -> int:
     die_with_parent(os.getppid())
     watcher = SessionWatcher(share_sockets_folder())  # of what the user's code starts
     watcher.add(os.getpid())
-    ignore_signals()
+    handle_signals()
     parent = _Parent()
     os.register_at_fork(after_in_child=partial(_become_child, watcher, parent))
     try:
@@ -214,5 +214,3 @@ def _become_child(watcher: SessionWatcher, parent: _Parent) -> None:
     """Leave the ends of pipes to the parent: a process that waits for them waits for that one."""
     watcher.close()
     parent.close()
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)

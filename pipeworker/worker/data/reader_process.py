@@ -27,7 +27,7 @@ from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir
 from pipeworker.worker import kernel_cache
 from pipeworker.worker.blame import failure_of, message_of
-from pipeworker.worker.console import detach_terminal, ignore_signals, redirect_output
+from pipeworker.worker.console import detach_terminal, redirect_output
 from pipeworker.worker.data.generators import (
     Generators,
     generator_states,
@@ -53,6 +53,7 @@ from pipeworker.worker.data.reader_requests import (
     place_of,
 )
 from pipeworker.worker.device import numerics
+from pipeworker.worker.signals import handle_signals
 from pipeworker.worker.stage import rng
 
 _UNCHECKED = 1 << 26
@@ -345,7 +346,7 @@ class ReaderProcess:
 
 def run(connection: socket.socket, control: socket.socket, clock: ReadingClock) -> int:
     """Read data in a forked process of an agent; return its exit status."""
-    ignore_signals()
+    handle_signals()
     with suppress(OSError):  # it is shown by ps, and /proc may be missing
         Path("/proc/self/comm").write_text("reader")
     detach_terminal()

@@ -25,6 +25,7 @@ from pipeworker.worker.model.model import Model
 from pipeworker.worker.model.survey import Found, Survey
 from pipeworker.worker.profile.counts import counting
 from pipeworker.worker.profile.outline import Drawing
+from pipeworker.worker.signals import handle_signals
 from pipeworker.worker.stage.cut.part import plan_of
 from pipeworker.worker.stage.skips import Recorder
 from pipeworker.worker.transport.structure import TypeRegistry
@@ -85,7 +86,7 @@ class SurveyProcess:
 
 def _serve(connection: Connection, parent: int) -> None:
     """Survey one job, in the forked process."""
-    signal.set_wakeup_fd(-1)
+    handle_signals()
     die_with_parent(parent)
     discard_output()
     torch.set_num_threads(1)
