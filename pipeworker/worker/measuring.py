@@ -36,7 +36,6 @@ from pipeworker.worker.profile.outline import Drawing, with_loss
 from pipeworker.worker.profile.signature import ValueSignature
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.layers import KERNELS, reporting_compilation
-from pipeworker.worker.stage.skips import Recorder
 from pipeworker.worker.stage.values import distinct_tensors
 from pipeworker.worker.transport.structure import TypeRegistry
 
@@ -167,23 +166,12 @@ class _Bench:
     def run_in_order(self) -> Outline | None:
         """Run the network on its real input, and measure its kinds; return its outline."""
         options, model = self._loaded.role.options, self._model
-
-        def draw(values: Sequence[torch.Tensor], stand_ins: Sequence[torch.Tensor]) -> Drawing:
-            return Drawing(
-                Recorder(),
-                values,
-                stand_ins,
-                self._types,
-                surroundings_of(self._loaded),
-                model.ties(),
-                self._examine,
-                reuses=False,
-            )
-
+        around = surroundings_of(self._loaded)
+        drawing = Drawing(self._types, around, model.ties(), self._examine, reuses=False)
         survey = Survey(model.entries, options.seed, self._device, options.precision)
         self._divide_time(len(model.entries))
         try:
-            drawing = survey.in_order(self._input(), self._tracker, draw)
+            survey.in_order(self._input(), self._tracker, drawing)
             outline = _complete(drawing.outline(), drawing.output, self._loaded)
         except Exception as error:
             self.problem = self.problem or blame.problem(error)

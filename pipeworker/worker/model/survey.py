@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType
@@ -43,7 +43,7 @@ from pipeworker.worker.stage import rng, skips
 from pipeworker.worker.stage.cut.building import copies_of_hollow
 from pipeworker.worker.stage.cut.units import computed_attributes
 from pipeworker.worker.stage.layers import autocast
-from pipeworker.worker.stage.values import distinct_tensors, map_tensors
+from pipeworker.worker.stage.values import map_tensors
 
 log = logging.getLogger(__name__)
 Found = dict[str, Any]
@@ -52,8 +52,6 @@ Found = dict[str, Any]
 It may have the ``outline`` of the network, packed, the signature of its ``output``, and as
 ``uncounted`` why the operations of a layer are not counted.
 """
-Draw = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Drawing]
-"""Begins an outline, from the tensors of the network's input and those that stand for them."""
 _OUTLINES: Codec[Outline] = Codec((Outline,))
 
 
@@ -97,16 +95,17 @@ class Survey:
             found = self._pass(to_device(value, self.device), tracker, self.device)
         return match(found["events"], found["classes"])
 
-    def on_fakes(self, value: Any, draw: Draw | None = None) -> Found:
+    def on_fakes(self, value: Any, drawing: Drawing | None = None) -> Found:
         """Return what a pass on fake tensors finds; they may remain where layers cache them.
 
-        With `draw` it has the network's outline, packed, or else the reason why it has none.
+        With `drawing` it has the network's outline, packed, or else the reason why it has none.
         """
         try:
             fake, stand_in = shared_fake_mode(), value
             if not self.is_cut:
                 stand_in = pytree.tree_map_only(torch.Tensor, fake.from_tensor, value)
-            drawing = draw(distinct_tensors(value), distinct_tensors(stand_in)) if draw else None
+            if drawing is not None:
+                drawing.begin(value, stand_in)
             with fake:
                 found = self._pass(stand_in, Tracker(), None, drawing)
             if drawing is not None and len(found["events"]) == len(self.entries):
@@ -116,18 +115,16 @@ class Survey:
             return {"error": blame.problem(error)}
         return found
 
-    def in_order(self, value: Any, tracker: Tracker, draw: Draw) -> Drawing:
-        """Return the drawing of a pass on real tensors; `value` is on the device.
+    def in_order(self, value: Any, tracker: Tracker, drawing: Drawing) -> None:
+        """Draw a pass on real tensors; `value` is on the device.
 
         Raises:
             SkipError: stashes and pops do not match.
             UserCodeError: a layer raised.
         """
-        tensors = distinct_tensors(value)
-        drawing = draw(tensors, tensors)
+        drawing.begin(value, value)
         found = self._pass(value, tracker, self.device, drawing)
         match(found["events"], found["classes"])
-        return drawing
 
     def _pass(
         self,

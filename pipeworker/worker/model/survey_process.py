@@ -27,7 +27,6 @@ from pipeworker.worker.profile.counts import counting
 from pipeworker.worker.profile.outline import Drawing
 from pipeworker.worker.signals import handle_signals
 from pipeworker.worker.stage.cut.part import plan_of
-from pipeworker.worker.stage.skips import Recorder
 from pipeworker.worker.transport.structure import TypeRegistry
 
 _CPU = torch.device("cpu")
@@ -120,11 +119,5 @@ def _survey(path: Path, text: Any, connection: Connection) -> Found:
         return survey.on_fakes(value)
     problems: list[str] = []
     count = counting(job, options, problems) if options.no_profile else None
-    recorder = Recorder()
-    found = survey.on_fakes(
-        value,
-        lambda values, stand_ins: Drawing(
-            recorder, values, stand_ins, types, surroundings, ties, count
-        ),
-    )
+    found = survey.on_fakes(value, Drawing(types, surroundings, ties, count))
     return {**found, "uncounted": problems[0]} if problems else found

@@ -33,8 +33,6 @@ class Drawing:
 
     Attributes:
         table: what layers stash and pop; it is active while they are called.
-        values: the tensors of the network's input.
-        stand_ins: those that stand for them in these calls.
         types: classes that may pass between layers, by name.
         surroundings: a digest of what else costs depend on.
         ties: tied weights of the network.
@@ -45,14 +43,12 @@ class Drawing:
         output: its packed signature.
     """
 
-    table: Recorder
-    values: Sequence[torch.Tensor]
-    stand_ins: Sequence[torch.Tensor]
     types: Mapping[str, type]
     surroundings: str
     ties: Sequence[Tie] = ()
     examine: Examine | None = None
     reuses: bool = True
+    table: Recorder = field(default_factory=Recorder, init=False)
     last: Any = None
     output: bytes = b""
     _kinds: list[LayerKind] = field(default_factory=list)
@@ -60,14 +56,20 @@ class Drawing:
     _numbers: dict[str, int] = field(default_factory=dict)
     _outputs: dict[str, Any] = field(default_factory=dict)
     _registry: TypeRegistry = field(init=False)
-    _inputs: dict[Any, tuple[int, int, int]] = field(init=False)
+    _input_bytes: int = 0
+    _inputs: dict[Any, tuple[int, int, int]] = field(default_factory=dict)
     _stashed: dict[str, tuple[int, int]] = field(default_factory=dict)
     _skips: list[LayerSkip] = field(default_factory=list)
     _tied: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._registry = TypeRegistry(self.types.values())
-        self._inputs = input_ranges(self.values, self.stand_ins)
+
+    def begin(self, value: Any, stand_in: Any) -> None:
+        """Begin with the network's input, and with what stands for it in the calls of layers."""
+        tensors = distinct_tensors(value)
+        self._input_bytes = sum(tensor.nbytes for tensor in tensors)
+        self._inputs = input_ranges(tensors, distinct_tensors(stand_in))
 
     def call(self, index: int, layer: nn.Module, value: Any) -> Any:
         """Call a layer, or the earlier one that it is like; return the output.
@@ -115,7 +117,7 @@ class Drawing:
             tuple(self._kinds),
             tuple(self._of_layer),
             types=tuple(self.types),
-            input_bytes=sum(tensor.nbytes for tensor in self.values),
+            input_bytes=self._input_bytes,
             skips=tuple(self._skips),
             ties=tuple(ties),
         )

@@ -27,7 +27,6 @@ from pipeworker.worker.profile.counts import counting
 from pipeworker.worker.profile.measure import LayerCall
 from pipeworker.worker.profile.outline import Drawing, Examine, with_loss
 from pipeworker.worker.profile.signature import ValueSignature
-from pipeworker.worker.stage.skips import Recorder
 from pipeworker.worker.transport.structure import NO_TYPES
 
 CPU = torch.device("cpu")
@@ -80,20 +79,24 @@ LANGUAGE: Layers = [Embed(), *[lambda i=i: Residual(i) for i in range(5)], Resid
 IDS = {"ids": torch.tensor([[3, 9, 4], [29, 5, 6]]), "mask": torch.ones(2, dtype=torch.bool)}
 
 
-def drawer(
+def begun(
     ties: Sequence[Tie] = (), examine: Examine | None = None, *, reuses: bool = True
-) -> Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Drawing]:
-    return lambda values, stand_ins: Drawing(
-        Recorder(), values, stand_ins, {}, "surroundings", ties, examine, reuses
-    )
+) -> Drawing:
+    return Drawing({}, "surroundings", ties, examine, reuses)
 
 
-def found(layers: Layers, value: Any, draw: Any = None) -> Found:
-    return Survey(layers, 0, CPU).on_fakes(value, draw or drawer())
+def found(layers: Layers, value: Any, drawing: Drawing | None = None) -> Found:
+    return Survey(layers, 0, CPU).on_fakes(value, drawing or begun())
 
 
-def outlined(layers: Layers, value: Any, draw: Any = None) -> Outline:
-    return unpack_outline(bytes.fromhex(found(layers, value, draw)["outline"]))
+def outlined(layers: Layers, value: Any, drawing: Drawing | None = None) -> Outline:
+    return unpack_outline(bytes.fromhex(found(layers, value, drawing)["outline"]))
+
+
+def drawn_in_order(layers: Layers, value: Any, examine: Examine | None = None) -> Drawing:
+    drawing = begun((), examine, reuses=False)
+    Survey(layers, 0, CPU).in_order(value, Tracker(), drawing)
+    return drawing
 
 
 def called_with(kind: LayerKind) -> Any:
@@ -157,13 +160,13 @@ def test_skip_connections_are_described() -> None:
 def test_ties_have_the_bytes_of_their_parameter() -> None:
     ties = [Tie(("0.weight", "2.weight"))]
     layers = [nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)]
-    outline = outlined(layers, torch.zeros(2, 8), drawer(ties))
+    outline = outlined(layers, torch.zeros(2, 8), begun(ties))
     assert outline.ties == (LayerSkip(0, 2, 4 * 64),)
 
 
 def test_a_pass_on_real_tensors_finds_the_same_kinds() -> None:
     for layers, value in ((LANGUAGE, IDS), (UNET, torch.zeros(1, 2, 8, 8))):
-        drawing = Survey(layers, 0, CPU).in_order(value, Tracker(), drawer(reuses=False))
+        drawing = drawn_in_order(layers, value)
         assert drawing.outline() == outlined(layers, value)
         assert drawing.output.hex() == found(layers, value)["output"]
 
@@ -181,8 +184,7 @@ def test_a_pass_on_real_tensors_examines_each_kind_with_its_real_input() -> None
 
     layers = [Doubling(), Doubling(), nn.Linear(2, 1)]
     value = torch.ones(3, 2)
-    draw = drawer((), examine, reuses=False)
-    Survey(layers, 0, CPU).in_order(value, Tracker(), draw)
+    drawn_in_order(layers, value, examine)
     assert [index for index, _ in seen] == [0, 2]
     assert [float(value.mean()) for _, value in seen] == [1.0, 4.0]
     assert all(not value.requires_grad for _, value in seen)
@@ -196,9 +198,7 @@ class Branching(nn.Module):
 def test_a_network_that_needs_numbers_has_no_outline() -> None:
     without = found([nn.Linear(8, 8), Branching()], torch.zeros(2, 8))
     assert without.keys() == {"error"}
-    drawing = Survey([Branching()], 0, CPU).in_order(
-        torch.zeros(2, 8), Tracker(), drawer(reuses=False)
-    )
+    drawing = drawn_in_order([Branching()], torch.zeros(2, 8))
     assert drawing.outline().of_layer == (0,)
 
 
@@ -227,7 +227,7 @@ JOB = JobFile(
 @pytest.mark.parametrize(("layers", "value"), [(LANGUAGE, IDS), (UNET, torch.zeros(1, 2, 8, 8))])
 def test_operations_are_counted_on_fake_tensors(layers: Layers, value: Any) -> None:
     count = counting(JOB, Options("job.py", 1, 1), [])
-    outline = outlined(layers, value, drawer((), count))
+    outline = outlined(layers, value, begun((), count))
     assert outline.of_layer == outlined(layers, value).of_layer
     for kind in outline.kinds:
         assert kind.counted is not None
@@ -263,7 +263,7 @@ def test_a_backward_that_needs_numbers_counts_by_the_forward() -> None:
     problems: list[str] = []
     count = counting(JOB, Options("job.py", 1, 1), problems)
     layers = [nn.Linear(8, 8), Clipping(8, 8)]
-    plain, clipping = outlined(layers, torch.zeros(6, 8), drawer((), count)).kinds
+    plain, clipping = outlined(layers, torch.zeros(6, 8), begun((), count)).kinds
     assert plain.counted
     assert clipping.counted
     product = 2 * 6 * 8 * 8
@@ -280,7 +280,7 @@ def test_the_reason_is_kept_why_a_layer_cannot_be_counted(monkeypatch: pytest.Mo
     monkeypatch.setattr("pipeworker.worker.profile.counts.measure_layer", fails)
     problems: list[str] = []
     count = counting(JOB, Options("job.py", 1, 1), problems)
-    (kind,) = outlined([nn.Linear(8, 8)], torch.zeros(6, 8), drawer((), count)).kinds
+    (kind,) = outlined([nn.Linear(8, 8)], torch.zeros(6, 8), begun((), count)).kinds
     assert kind.counted is None
     assert problems == ["layer 0: ValueError: no counts"]
 
