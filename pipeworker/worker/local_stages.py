@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from pipeworker.worker.blame import kind_of, user_code
 from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.stage.batchnorm import count_batch_norms
-from pipeworker.worker.stage.layers import KERNELS, StageConfig, reporting_compilation
+from pipeworker.worker.stage.layers import StageConfig, reporting_compilation
 from pipeworker.worker.stage.offload import Copies, StreamCopies
 from pipeworker.worker.stage.skips import StageSkips
 from pipeworker.worker.stage.stage import Stage
@@ -137,6 +137,7 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
     stages: dict[int, Stage] = {}
     updaters: dict[int, Updater] = {}
     ties: dict[int, Ties] = {}
+    config = StageConfig.of(options, loaded.device)
     copies = Copies() if accelerator is None else StreamCopies(accelerator)
     with ExitStack() as resources:
         if options.compile:
@@ -147,16 +148,12 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
             layers, ties_of = model.build(part, tied, role.stages)
             stage = stages[part.stage] = Stage(
                 layers,
-                StageConfig(
+                replace(
+                    config,
                     index=part.stage,
                     first=part.first,
-                    seed=options.seed,
-                    device=loaded.device,
                     class_before=model.class_of(part.first - 1),
                     skips=StageSkips.of(plan.skips, part.stage),
-                    precision=options.precision,
-                    deferred_batch_norm=options.deferred_batch_norm,
-                    compiler=KERNELS if options.compile else None,
                 ),
                 tracker,
                 loss=job.loss if part.stage == role.placement.stages - 1 else None,

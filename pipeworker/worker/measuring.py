@@ -35,7 +35,7 @@ from pipeworker.worker.profile.meters import bytes_of, stopwatch_of_layers
 from pipeworker.worker.profile.outline import Drawing, with_loss
 from pipeworker.worker.profile.signature import ValueSignature
 from pipeworker.worker.stage import rng
-from pipeworker.worker.stage.layers import KERNELS, reporting_compilation
+from pipeworker.worker.stage.layers import StageConfig, reporting_compilation
 from pipeworker.worker.stage.values import distinct_tensors
 from pipeworker.worker.transport.structure import TypeRegistry
 
@@ -139,17 +139,9 @@ class _Bench:
     def __init__(
         self, loaded: LoadedWorker, model: Model, types: dict[str, type], watch: Stopwatch
     ) -> None:
-        options = loaded.role.options
         self._loaded, self._model, self._types, self._watch = loaded, model, types, watch
         self._tracker, self._device = loaded.settings.tracker, loaded.device
-        self._settings = Settings(
-            loaded.job,
-            loaded.device,
-            options.seed,
-            options.precision,
-            KERNELS if options.compile else None,
-            options.deferred_batch_norm,
-        )
+        self._settings = Settings(loaded.job, StageConfig.of(loaded.role.options, loaded.device))
         self.found: dict[str, LayerFacts] = {}
         self.problem = ""
 
@@ -214,7 +206,7 @@ class _Bench:
         call = LayerCall(
             kind.layer, value, signature.wants_grad, popped, kind.stashed, kind.uses_skips
         )
-        entry, seed = self._model.entries[kind.layer], self._settings.seed
+        entry, seed = self._model.entries[kind.layer], self._settings.stage.seed
         return measure_layer(
             lambda: fresh_layer(entry, kind.layer, seed).to(self._device),
             call,

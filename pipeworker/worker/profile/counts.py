@@ -18,6 +18,7 @@ from pipeworker.worker.profile.measure import LayerCall, Settings, measure_layer
 from pipeworker.worker.profile.meters import OperationCounter, Operations
 from pipeworker.worker.profile.optimizer import measure_update
 from pipeworker.worker.profile.outline import Examine
+from pipeworker.worker.stage.layers import StageConfig
 
 log = logging.getLogger(__name__)
 _SAMPLE = 1 << 10
@@ -31,16 +32,8 @@ def counting(job: JobFile, options: Options, problems: list[str]) -> Examine:
 
     It adds to `problems` why a layer cannot be counted, and leaves that one without counts.
     """
-    settings = Settings(
-        job,
-        torch.device("cpu"),
-        options.seed,
-        options.precision,
-        deferred_batch_norm=options.deferred_batch_norm,
-        repeats=1,
-        budget=0.0,
-        real=False,
-    )
+    stage = dataclasses.replace(StageConfig.of(options, torch.device("cpu")), compiler=None)
+    settings = Settings(job, stage, repeats=1, budget=0.0, real=False)
     state_ratio, working_ratio = _ratios(job)
 
     def count(kind: LayerKind, layer: nn.Module, call: LayerCall) -> LayerKind:

@@ -29,7 +29,7 @@ from pipeworker.worker import blame
 from pipeworker.worker.device.device import Stopwatch
 from pipeworker.worker.internals import engine
 from pipeworker.worker.profile.heap import lost_bytes
-from pipeworker.worker.profile.meters import Flops, Memory, SavedTensors, bytes_of, memory_meter
+from pipeworker.worker.profile.meters import Flops, SavedTensors, bytes_of, memory_meter
 from pipeworker.worker.profile.optimizer import UpdateFacts, measure_update
 from pipeworker.worker.stage import losses
 from pipeworker.worker.stage.layers import StageConfig, autocast
@@ -51,7 +51,7 @@ class Settings:
     """The settings with which all layers of a network are measured.
 
     Attributes:
-        compiler: as in :class:`StageConfig`.
+        stage: the settings of the stage that each layer is run in.
         repeats: the most timed repeats of one layer; at least one is made.
         budget: seconds after which no other repeat of a layer begins.
         real: whether tensors have memory: the job's optimizer makes steps, and what the allocator
@@ -59,11 +59,7 @@ class Settings:
     """
 
     job: JobFile
-    device: torch.device
-    seed: int = 0
-    precision: str = "fp32"
-    compiler: str | None = None
-    deferred_batch_norm: bool = False
+    stage: StageConfig
     repeats: int = 5
     budget: float = 0.05
     real: bool = True
@@ -130,7 +126,8 @@ def measure_loss(
         lambda tensor: tensor.detach().requires_grad_() if wanted[id(tensor)] else tensor, output
     )
     tensors = distinct_tensors(output)
-    context = autocast(settings.device.type, settings.precision) or nullcontext()
+    device = settings.stage.device
+    context = autocast(device.type, settings.stage.precision) or nullcontext()
 
     def forward() -> torch.Tensor:
         with context, blame.user_code("loss()"):
@@ -148,7 +145,7 @@ def measure_loss(
             tensor.grad = None
         return found
 
-    memory, saved = memory_meter(settings.device), SavedTensors()
+    memory, saved = memory_meter(device), SavedTensors()
     targets = distinct_tensors(target)
     memory.know([*tensors, *targets])
     start = memory.restart()
@@ -170,7 +167,7 @@ def measure_loss(
     while len(found) < settings.repeats and perf_counter() < end:
         found.append(run())
     lost = 0
-    if settings.device.type == "cpu" and settings.real:
+    if device.type == "cpu" and settings.real:
         lost = lost_bytes(forward, kept, once=found[0] > _SLOW)
     return LayerFacts(
         "loss",
@@ -188,6 +185,7 @@ class _Measured:
         self, layer: nn.Module, call: LayerCall, settings: Settings, watch: Stopwatch
     ) -> None:
         self._layer, self._call, self._settings, self._watch = layer, call, settings, watch
+        self._device, self._compiles = settings.stage.device, settings.stage.compiler is not None
         self._parameters = list(layer.parameters())
         self._tensors = [*self._parameters, *layer.buffers()]
         self._trained = [p for p in self._parameters if p.requires_grad]
@@ -197,20 +195,8 @@ class _Measured:
         self._kept_bytes = 0  # of its graph, with what leaves the stage
         self._deferred_bytes = 0
         self._tracker = Tracker()
-        self._stage = Stage(
-            [layer],
-            StageConfig(
-                index=0,
-                first=call.index,
-                seed=settings.seed,
-                device=settings.device,
-                skips=call.skips,
-                precision=settings.precision,
-                deferred_batch_norm=settings.deferred_batch_norm,
-                compiler=settings.compiler,
-            ),
-            self._tracker,
-        )
+        config = dataclasses.replace(settings.stage, first=call.index, skips=call.skips)
+        self._stage = Stage([layer], config, self._tracker)
 
     def close(self) -> None:
         """Restore the settings of the layer's modules."""
@@ -263,9 +249,9 @@ class _Measured:
             stage.backward_weight(mb)
             stage.end()
         if settings.real and self._trained:
-            job, device, index = settings.job, settings.device, self._call.index
-            update = measure_update(self._layer, index, job, device, self._watch)
-        if settings.real and settings.device.type == "cpu":
+            job, index = settings.job, self._call.index
+            update = measure_update(self._layer, index, job, self._device, self._watch)
+        if settings.real and self._device.type == "cpu":
             lost = lost_bytes(self._kept, self._kept_bytes, once=slow)
             stage.end()
         return dataclasses.replace(
@@ -283,7 +269,7 @@ class _Measured:
     @contextmanager
     def _keeps(self, mb: MicroBatch) -> Iterator[None]:
         """Count what the first part of a split backward, run inside, keeps for the second."""
-        memory = self._memory()
+        memory = memory_meter(self._device, compiles=self._compiles)
         memory.know([*self._tensors, *self._gradients])
         before = memory.restart()
         with memory:
@@ -291,9 +277,6 @@ class _Measured:
         mb.input_gradients = []  # they are sent
         mb.arrived_gradients.clear()
         self._deferred_bytes = max(0, memory.restart() - before)
-
-    def _memory(self) -> Memory:
-        return memory_meter(self._settings.device, compiles=self._settings.compiler is not None)
 
     def _kept(self) -> MicroBatch:
         """Return a micro-batch with its graph."""
@@ -317,9 +300,10 @@ class _Measured:
         inputs = distinct_tensors(self._call.value)
         inputs += [tensor for tensor, _ in self._call.popped.values()]
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
-        memory, before, flops = self._memory(), versions(inputs), Flops()
+        memory = memory_meter(self._device, compiles=self._compiles)
+        before, flops = versions(inputs), Flops()
         memory.know([*self._tensors, *inputs, *gradients])
-        counting = nullcontext() if self._settings.compiler else flops
+        counting = nullcontext() if self._compiles else flops
         for has_hooks in (True, False):
             saved, flops.count, mb = SavedTensors(), 0, self._microbatch()
             start = memory.restart()

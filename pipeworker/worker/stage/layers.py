@@ -15,6 +15,7 @@ from torch import nn
 from pipeworker.errors import PipeworkerError, SkipError
 from pipeworker.facts.position import Phase, Position
 from pipeworker.host.position import Tracker
+from pipeworker.job.options import Options
 from pipeworker.worker import blame
 from pipeworker.worker.internals import allow_any_number_of_graphs, calling_around_compilations
 from pipeworker.worker.stage import rng
@@ -23,7 +24,7 @@ from pipeworker.worker.stage.skips import StageSkips, Table
 from pipeworker.worker.stage.values import describe, first_in_graph
 
 Backend = Callable[..., Any]
-KERNELS = "inductor"
+_KERNELS = "inductor"
 """The backend of ``torch.compile`` that generates kernels."""
 
 
@@ -95,6 +96,19 @@ class StageConfig:
     precision: str = "fp32"
     deferred_batch_norm: bool = False
     compiler: str | None = None
+
+    @staticmethod
+    def of(options: Options, device: torch.device) -> StageConfig:
+        """Return the settings that a job gives to each of its stages."""
+        return StageConfig(
+            index=0,
+            first=0,
+            seed=options.seed,
+            device=device,
+            precision=options.precision,
+            deferred_batch_norm=options.deferred_batch_norm,
+            compiler=_KERNELS if options.compile else None,
+        )
 
 
 class Layers:

@@ -30,6 +30,7 @@ from pipeworker.worker.profile.meters import (
     UndisturbedStopwatch,
     stopwatch_of_layers,
 )
+from pipeworker.worker.stage.layers import StageConfig
 
 CPU = torch.device("cpu")
 
@@ -41,7 +42,8 @@ def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 JOB = JobFile(
     model=None, loss=mean_square, optimizer=lambda params: torch.optim.Adam(params, lr=0.1)
 )
-SETTINGS = Settings(JOB, CPU, repeats=1)
+STAGE = StageConfig(0, 0, 0, CPU)
+SETTINGS = Settings(JOB, STAGE, repeats=1)
 
 
 def measured(
@@ -247,7 +249,7 @@ def test_an_optimizer_that_cannot_train_the_layer_has_no_state() -> None:
 
 
 def test_autocast_is_that_of_training() -> None:
-    settings = replace(SETTINGS, precision="bf16")
+    settings = replace(SETTINGS, stage=replace(STAGE, precision="bf16"))
     facts = measured(nn.Linear(100, 50), torch.randn(20, 100), settings=settings)
     assert facts.output_bytes == 2 * 20 * 50
     assert facts.saved_input_bytes == 0
@@ -256,7 +258,7 @@ def test_autocast_is_that_of_training() -> None:
 
 def test_deferred_batch_norms_are_as_before() -> None:
     layer = nn.BatchNorm1d(6)
-    settings = replace(SETTINGS, deferred_batch_norm=True)
+    settings = replace(SETTINGS, stage=replace(STAGE, deferred_batch_norm=True))
     facts = measured(layer, torch.randn(4, 6), settings=settings)
     assert facts.backward > 0.0
     assert layer.track_running_stats
