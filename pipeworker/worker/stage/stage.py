@@ -158,11 +158,6 @@ class Stage:
                 "by a layer; use --recompute never, or leave updates to optimizer()"
             )
 
-    def fetch(self, mb: MicroBatch) -> None:
-        """Start to copy back from the host's memory what the graph of the forward saved."""
-        assert mb.offloaded
-        mb.offloaded.fetch()
-
     def end_action(self, mb: MicroBatch) -> None:
         """End an action: free the memory that was copied to the host beside it."""
         if self._offload is not None:

@@ -143,7 +143,10 @@ class StageChannels:
         self.stage.end_action(mb)
 
     def fetch(self, m: int) -> None:
-        self.stage.fetch(self.microbatches[m])
+        """Start to copy back from the host's memory what the graph of the forward saved."""
+        saved = self.microbatches[m].offloaded
+        assert saved
+        saved.fetch()
 
     def backward(self, m: int) -> None:
         mb = self.microbatches[m]

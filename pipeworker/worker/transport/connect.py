@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -65,7 +66,8 @@ def connect(
                     network.check_interface()
                 mechanisms = choose(edge, own, other, network.backend)
                 if mechanisms[0] != SHARED:
-                    store.set(f"address/{rank}", network.describe_host())
+                    own_address = f"{socket.gethostname()} ({network.own_address()})"
+                    store.set(f"address/{rank}", own_address)
                 links[edge] = connector.connect(edge, begin, mechanisms, sends=sends)
             except (OSError, RuntimeError, AuthenticationError) as error:
                 late = isinstance(error, TimeoutError) and time.monotonic() >= deadline

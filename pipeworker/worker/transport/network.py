@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,7 +81,3 @@ class Network:
         name, source = configured(self.interface)
         if name:
             external_address_of(name, source)
-
-    def describe_host(self) -> str:
-        """Return this host's name and address, for error messages."""
-        return f"{socket.gethostname()} ({self.own_address()})"

@@ -88,8 +88,9 @@ def test_what_leaves_is_let_go_of_when_the_next_action_has_ended_and_comes_back(
     out, back = ["follow", "out 24"], ["follow", "back 24"]
     assert one.late.log == [*out, *out, "wait", *out, "wait"]
     one.late.log.clear()
-    one.stage.fetch(mbs[0])
-    one.stage.fetch(mbs[1])
+    for mb in mbs[:2]:
+        assert mb.offloaded
+        mb.offloaded.fetch()
     assert one.late.log == [*back, *back]
     one.backward(mbs[0])
     assert one.late.log == [*back, *back, "wait"]
