@@ -56,11 +56,6 @@ class Isolation:
         _, count = self._after.get(name, ({}, 0))
         self._after[name] = _held_by(unit), count + 1
 
-    def changed_since(self, name: str, unit: nn.Module) -> str | None:
-        """Return the path of an attribute that has changed since a unit's last call, if one has."""
-        held, count = self._after.get(name, ({}, 0))
-        return _changed(held, _held_by(unit)) if count else None
-
     def calls_of_fresh(
         self, name: str, args: Any, kwargs: Any, *, again: bool = False
     ) -> list[Call]:
@@ -83,7 +78,8 @@ class Isolation:
 
     def check_again(self, name: str, unit: HollowUnit, layer: int, args: Any, kwargs: Any) -> None:
         """Reject a change of a unit since its last call by which its next one differs."""
-        changed = self.changed_since(name, unit.unit)
+        before, count = self._after.get(name, ({}, 0))
+        changed = _changed(before, _held_by(unit.unit)) if count else None
         if changed is None:
             return
         held, recording = held_by(args, kwargs), Recording()

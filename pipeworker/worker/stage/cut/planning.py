@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -338,30 +339,17 @@ class Planning:
         return out
 
     def _called(self, name: str, args: Any, kwargs: Any, held: Held) -> tuple[Any, Heard]:
-        """Call a unit; reject that others change it so that its call differs."""
-        unit, hooked = self._units[name], hooked_in(self._units[name].unit)
+        """Call a unit; reject that others have changed it so that its call differs."""
+        unit, recording, expected = self._units[name], Recording(), None
+        hooked = hooked_in(unit.unit)
         changed = self._isolation.changed(name, unit.unit)
-        if changed is None:
+        if changed is not None:
+            with suppress(Exception):  # it needs what others set
+                expected = self._isolation.calls_of_fresh(name, args, kwargs)
+            restore(held)
+        with recording if changed is not None else nullcontext():
             made = unit.call(args, kwargs, held, hooked)
-        else:
-            made = self._called_alike(name, args, kwargs, held, changed)
-        self._isolation.note_call(name, unit.unit)
-        return made
-
-    def _called_alike(
-        self, name: str, args: Any, kwargs: Any, held: Held, changed: str
-    ) -> tuple[Any, Heard]:
-        """Call a unit that others have changed; reject that its call differs because of it."""
-        unit, hooked = self._units[name], hooked_in(self._units[name].unit)
-        try:
-            expected: Any = self._isolation.calls_of_fresh(name, args, kwargs)
-        except Exception as error:
-            expected = error  # what the unit needs is set by others
-        restore(held)
-        recording = Recording()
-        with recording:
-            made = unit.call(args, kwargs, held, hooked)
-        if recording.trace.calls != expected:
+        if changed is not None and recording.trace.calls != expected:
             raise refused(
                 self._at,
                 name,
@@ -369,4 +357,5 @@ class Planning:
                 "each stage",
                 "pass the value as an argument",
             )
+        self._isolation.note_call(name, unit.unit)
         return made
