@@ -234,7 +234,7 @@ class _DeviceMemory:
 
 
 Memory = Operations | _DeviceMemory
-"""Counts the memory that is used inside the context."""
+"""A meter of the memory that is used inside the context."""
 
 
 def memory_meter(device: torch.device, *, compiles: bool = False) -> Memory:

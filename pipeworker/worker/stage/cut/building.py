@@ -72,7 +72,7 @@ class _TooLarge(BaseException):
 
 @contextmanager
 def _registering(note: Callable[[str, nn.Parameter], nn.Parameter]) -> Iterator[None]:
-    """Have modules hold what `note` returns for each parameter that they register, by its name."""
+    """Have modules keep what `note` returns for each parameter that they register, by its name."""
     original = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
