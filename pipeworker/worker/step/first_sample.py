@@ -22,9 +22,6 @@ def check_figures(metrics: Metrics | None, best: str) -> Callable[[Any, Any], No
     The check takes the output and the target of a micro-batch, nested tensors of ``[n, ...]``. It
     works on a copy of the first two samples, and changes neither tensors nor random streams. If
     ``metrics`` raises, only the worker's log says so: evaluation data may have another form.
-
-    Raises (the check):
-        UsageError: ``metrics`` returned no dict of scalars, or no figure has the name.
     """
 
     def check(output: Any, target: Any) -> None:
@@ -42,18 +39,15 @@ def check_figures(metrics: Metrics | None, best: str) -> Callable[[Any, Any], No
                 )
                 return
             values = checked_figures(found)
-        _check_name(Criterion.parse(best).name, best, ["loss", *values])
+        name, figures = Criterion.parse(best).name, ["loss", *values]
+        # The name may begin with that of an evaluation set.
+        if not any(name == figure or name.endswith(f"/{figure}") for figure in figures):
+            raise UsageError(
+                f"--best {best}: no evaluation has such a figure; use one of {', '.join(figures)}, "
+                "with max: before it if more is better"
+            )
 
     return check
-
-
-def _check_name(name: str, best: str, figures: list[str]) -> None:
-    """Check the name of a figure, which may begin with that of an evaluation set."""
-    if not any(name == figure or name.endswith(f"/{figure}") for figure in figures):
-        raise UsageError(
-            f"--best {best}: no evaluation has such a figure; use one of {', '.join(figures)}, "
-            "with max: before it if more is better"
-        )
 
 
 def _two(tensor: torch.Tensor) -> torch.Tensor:
