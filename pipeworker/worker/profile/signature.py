@@ -19,6 +19,7 @@ from pipeworker.errors import PipeworkerError, ProtocolError
 from pipeworker.worker.internals import storage_key
 from pipeworker.worker.transport import frame as frames
 from pipeworker.worker.transport import structure as structures
+from pipeworker.worker.transport.layout import DTYPES
 from pipeworker.worker.transport.structure import TypeRegistry
 
 _DRAWN = 1 << 16
@@ -58,7 +59,7 @@ class TensorSignature(msgspec.Struct, frozen=True, array_like=True):
 
         `known` are the tensors of the network's input.
         """
-        dtype = frames.DTYPES.get(self.dtype)
+        dtype = DTYPES.get(self.dtype)
         extent = 1 + sum(
             (size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)
         )

@@ -21,6 +21,7 @@ from pipeworker.errors import PipeworkerError, ProtocolError
 from pipeworker.worker.transport import structure as structures
 from pipeworker.worker.transport.layout import (
     ALIGNMENT,
+    DTYPES,
     Layout,
     cannot_pass,
     check_dense,
@@ -40,12 +41,6 @@ _MAX_DIMS = 64
 _MAX_CACHED_BYTES = 16 << 10
 _MAX_FRAMES = 4096
 _WORD = 1 << 63  # torch counts bytes in 64 bits, signed
-DTYPES = {
-    str(d).removeprefix("torch."): d
-    for d in vars(torch).values()
-    if isinstance(d, torch.dtype) and not str(d).startswith("torch.q")
-}
-"""The dtypes of tensors that can pass, by name; those of quantized ones are not among them."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _Numbers = Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=_MAX_DIMS)]
 _LayoutFields = tuple[_Numbers, _Numbers, str, bool, Annotated[int, Meta(ge=0, lt=ALIGNMENT)]]
@@ -133,8 +128,8 @@ def flatten(
         else:
             name = type(item).__name__
             reason = (
-                "only tensors and plain values (numbers, strings, bytes, None) can, in tuples, "
-                "lists and dicts"
+                "only tensors and plain values (numbers, strings, bytes, None, slices, ranges, "
+                "dtypes) can, in tuples, lists and dicts"
             )
             if is_dataclass(item):
                 register = f"torch.export.register_dataclass({name})"

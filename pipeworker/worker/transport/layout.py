@@ -20,6 +20,14 @@ ALIGNMENT = 64
 """Bytes: the alignment of the allocators, and the most that a kernel may depend on."""
 
 
+DTYPES = {
+    str(d).removeprefix("torch."): d
+    for d in vars(torch).values()
+    if isinstance(d, torch.dtype) and not str(d).startswith("torch.q")
+}
+"""The dtypes of tensors that can pass, by name; those of quantized ones are not among them."""
+
+
 def cannot_pass(what: str, reason: str) -> PipeworkerError:
     """Return the error of a value that cannot cross a stage boundary."""
     return PipeworkerError(f"{what} cannot pass from one stage to the next: {reason}")

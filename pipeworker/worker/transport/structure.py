@@ -21,14 +21,14 @@ import torch
 
 from pipeworker.errors import PipeworkerError, ProtocolError
 from pipeworker.worker.internals import pytree
-from pipeworker.worker.transport.layout import cannot_pass
+from pipeworker.worker.transport.layout import DTYPES, cannot_pass
 
 Structure = int | tuple[Any, ...]
 Encoded = str | bytes | tuple[Any, ...] | None
 """A plain value in an exact form: strings, bytes and None as they are, others with their type."""
 
 LEAF = 0
-PLAIN_TYPES = (bool, int, float, str, bytes, type(None))
+PLAIN_TYPES = (bool, int, float, str, bytes, type(None), complex, slice, range, torch.dtype)
 MAX_DEPTH = 128
 """Levels of nesting; Python's own stack has room for several times that."""
 MAX_ITEMS = 1 << 17
@@ -43,7 +43,14 @@ _FACTORIES: tuple[type | None, ...]
 _FACTORIES = None, list, dict, tuple, set, int, float, str, bool, bytes, OrderedDict
 """The default factories that a defaultdict may have."""
 _LEAF_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, *PLAIN_TYPES})
-_BOOL, _INT, _FLOAT, _ENUM, _KEYS, _LONG = range(6)  # the tags of encoded values
+# The tags of encoded values.
+_BOOL, _INT, _FLOAT, _ENUM, _KEYS, _LONG, _COMPLEX, _SLICE, _RANGE, _DTYPE = range(10)
+_MADE_OF_PARTS: dict[int, tuple[int, set[type]]] = {
+    _COMPLEX: (2, {str}),
+    _SLICE: (3, {tuple, type(None)}),
+    _RANGE: (3, {tuple}),
+}
+"""The number of parts of an encoded value, and their types, by its tag."""
 _WORD = 1 << 63
 
 
@@ -233,7 +240,10 @@ def _decode_keys(encoded: tuple[Any, ...], types: TypeRegistry) -> Sequence[Any]
 def _are_keys(encoded: Any, count: int, types: TypeRegistry) -> bool:
     if type(encoded) is not tuple or len(encoded) != count:
         return False
-    return len(set(_decode_keys(encoded, types))) == count
+    try:
+        return len(set(_decode_keys(encoded, types))) == count
+    except TypeError:  # before Python 3.12 a slice has no hash
+        return False
 
 
 def encode_scalar(value: Any) -> Encoded:
@@ -248,6 +258,18 @@ def encode_scalar(value: Any) -> Encoded:
         return _BOOL, int(value)
     if kind is float:
         return _FLOAT, value.hex()
+    if kind is complex:
+        return _COMPLEX, (value.real.hex(), value.imag.hex())
+    if kind in (slice, range):
+        parts = value.start, value.stop, value.step
+        if not {*map(type, parts)} <= {int, type(None)}:
+            raise cannot_pass(f"a {kind.__name__} of {_short(value)}", "use integers and None")
+        return _SLICE if kind is slice else _RANGE, tuple(map(encode_scalar, parts))
+    if kind is torch.dtype:
+        name = str(value).removeprefix("torch.")
+        if name not in DTYPES:
+            raise cannot_pass(f"the dtype {value}", "it is that of a quantized tensor")
+        return _DTYPE, name
     encoded: Encoded = value
     return encoded
 
@@ -284,13 +306,30 @@ def decode(encoded: Any, types: TypeRegistry, depth_left: int = MAX_DEPTH) -> An
             return _decode_long(item)
         if tag == _FLOAT and type(item) is str:
             return _decode_float(item)
-        if tag == _KEYS and type(item) is tuple and depth_left:
-            return tuple(decode(one, types, depth_left - 1) for one in item)
+        if tag == _DTYPE and type(item) is str and item in DTYPES:
+            return DTYPES[item]
+        if type(item) is tuple and depth_left:
+            if tag == _KEYS:
+                return tuple(decode(one, types, depth_left - 1) for one in item)
+            if tag in _MADE_OF_PARTS:
+                return _decode_parts(tag, item, types)
     elif tag == _ENUM and len(items) == 2 and (type(items[0]), type(items[1])) == (int, str):
         number, name = items
         kind: Any = types.classes[number] if 0 <= number < len(types.classes) else None
         if kind is not None and issubclass(kind, Enum) and name in kind.__members__:
             return kind.__members__[name]
+    raise _invalid("has an invalid value")
+
+
+def _decode_parts(tag: int, parts: tuple[Any, ...], types: TypeRegistry) -> Any:
+    count, kinds = _MADE_OF_PARTS[tag]
+    if len(parts) == count and {*map(type, parts)} <= kinds:
+        if tag == _COMPLEX:
+            return complex(*map(_decode_float, parts))
+        numbers = [decode(part, types, 0) for part in parts]
+        if {*map(type, numbers)} <= {int, type(None)}:
+            with suppress(TypeError, ValueError):
+                return slice(*numbers) if tag == _SLICE else range(*numbers)
     raise _invalid("has an invalid value")
 
 

@@ -16,7 +16,7 @@ from pipeworker.worker.transport.structure import PLAIN_TYPES
 
 Call = tuple[Any, ...]
 """The name of what was called, and a key of each leaf of its arguments."""
-_PLAIN = (*PLAIN_TYPES, complex, torch.dtype, torch.device)
+_PLAIN = (*PLAIN_TYPES, torch.device)
 
 
 class Trace:
