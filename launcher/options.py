@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import platform
 import sys
+from dataclasses import MISSING, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import click
 
 from launcher.choose import CLUSTERS
-from launcher.command import Option
+from launcher.command import Option, written
 from pipeworker.display.style import OUTPUTS
 from pipeworker.job.options import (
     BACKENDS,
-    BEST,
     CHECKPOINT_BUSY,
     DATA_READERS,
     DEVICES,
     PRECISIONS,
+    Options,
 )
-from pipeworker.plan.orders import AUTO, DEFAULT_SCHEDULE, ORDERS
+from pipeworker.plan.orders import AUTO, ORDERS
 from pipeworker.plan.recompute import RECOMPUTE_MODES
 from pipeworker.runs.schedule_file import read_schedule
 
@@ -33,6 +35,8 @@ ANYWHERE = (
 
 _PATH = click.Path(readable=False)
 """A path whose readability is checked when it is read: click checks for the real user only."""
+_HINTS = get_type_hints(Options)
+_DEFAULTS = {field.name: field.default for field in fields(Options)}
 _NODES = ("nvidiactl", "nvidia0", "dxg", "kfd")
 """Files in /dev that the driver of an accelerator of type ``cuda`` creates."""
 
@@ -82,8 +86,18 @@ def backends_here(devices: tuple[str, ...] | None = None) -> tuple[str, ...]:
     return tuple(name for name in BACKENDS if cuda or name != "nccl")
 
 
-def _choice(name: str, values: tuple[str, ...], default: str, text: str) -> Option:
-    return Option(name, text, click.Choice(values), default=default)
+def _of(name: str, text: str, kind: Any = None, **settings: Any) -> Option:
+    """Return the option of a field of Options, with its type and its default value.
+
+    A default that the help explains by itself is decided later than here.
+    """
+    types, default = {*(get_args(_HINTS[name]) or (_HINTS[name],))} - {NoneType}, _DEFAULTS[name]
+    if types == {bool}:
+        return Option(f"{written(name)}/--no-{name.replace('_', '-')}", text)
+    if default not in (None, MISSING) and "[default:" not in text:
+        settings["default"] = default
+    numbers = types if types <= {int, float} else {None}
+    return Option(written(name), text, kind or next(iter(numbers)), **settings)
 
 
 def _in(group: str, *options: Option, once: bool = False) -> list[click.Parameter]:
@@ -97,134 +111,110 @@ JOB_PARAMETERS: list[click.Parameter] = [
     click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED),
     *_in(
         "Workers",
-        Option(
-            "--replicas",
-            "Copies of the pipeline, each with a part of every mini-batch.",
-            int,
-            default=1,
-        ),
-        Option("--threads", "Intra-op threads of a worker. [default: OMP_NUM_THREADS, 1]", int),
-        Option(
-            "--device",
+        _of("replicas", "Copies of the pipeline, each with a part of every mini-batch."),
+        _of("threads", "Intra-op threads of a worker. [default: OMP_NUM_THREADS, 1]"),
+        _of(
+            "device",
             "Where stages compute; auto: on accelerators, if the host has any.",
             _Offered(devices_here(), DEVICES),
-            default="auto",
         ),
-        Option(
-            "--backend",
+        _of(
+            "backend",
             "How tensors are sent; auto: by shared memory on a host, by gloo between hosts, and "
             "directly between accelerators where they can. tls encrypts between hosts.",
             _Offered(backends_here(), BACKENDS),
-            default="auto",
         ),
-        Option(
-            "--interface",
+        _of(
+            "interface",
             "Network interface between hosts, as eth1. [default: by route]",
             metavar="NAME",
         ),
-        Option(
-            "--worker-timeout",
-            "Seconds of silence after which a worker counts as lost.",
-            float,
-            default=60.0,
-        ),
+        _of("worker_timeout", "Seconds of silence after which a worker counts as lost."),
     ),
     *_in(
         "Training",
-        Option("--steps", "Number of optimizer steps; data() starts again when it ends.", int),
-        Option("--epochs", "Number of passes over data(). [default: 1]", int),
-        Option(
-            "--microbatches",
+        _of("steps", "Number of optimizer steps; data() starts again when it ends."),
+        _of("epochs", "Number of passes over data(). [default: 1]"),
+        _of(
+            "microbatches",
             "Micro-batches per mini-batch, over all replicas. [default: 4 × stages × replicas]",
-            int,
         ),
-        Option("--accumulate", "Mini-batches per optimizer step.", int, default=1),
-        Option(
-            "--evaluate-every",
+        _of("accumulate", "Mini-batches per optimizer step."),
+        _of(
+            "evaluate_every",
             "Steps between evaluation passes, or epoch: at each end of data(). [default: off]",
             metavar="N",
         ),
-        Option("--evaluate-first/--no-evaluate-first", "Also evaluate before the first step."),
-        Option(
-            "--patience",
+        _of("evaluate_first", "Also evaluate before the first step."),
+        _of(
+            "patience",
             "Evaluations without a better one (--best) after which the job ends. [default: off]",
-            int,
         ),
-        _choice(
-            *("--data-reader", DATA_READERS, "every"),
+        _of(
+            "data_reader",
             "Which replica reads data(): every one, each keeping its part, or the first for all.",
+            click.Choice(DATA_READERS),
         ),
-        Option("--init-from", "Initial weights.", _PATH, metavar="FILE"),
+        _of("init_from", "Initial weights.", _PATH, metavar="FILE"),
         Option(
             ("init_strict", " /--init-partial", "--init-strict/--no-init-strict"),
             "Load the weights whose names and shapes match; leave the others as they are built.",
             written="--no-init-strict",
         ),
-        Option(
-            "--stop-on-nan/--no-stop-on-nan", "End the run when the loss or gradient is not finite."
-        ),
+        _of("stop_on_nan", "End the run when the loss or gradient is not finite."),
     ),
     *_in(
         "Numbers",
-        Option("--seed", "Seed of initial weights, data and dropout.", int, default=0),
-        _choice(
-            *("--precision", PRECISIONS, "fp32"),
+        _of("seed", "Seed of initial weights, data and dropout."),
+        _of(
+            "precision",
             "Precision of the layers, by autocast; fp16 scales the loss.",
+            click.Choice(PRECISIONS),
         ),
-        Option("--clip-grad-norm", "Bound on the global gradient norm. [default: off]", float),
-        Option("--clip-grad-value", "Bound on each gradient element. [default: off]", float),
-        Option(
-            "--deferred-batch-norm/--no-deferred-batch-norm",
-            "Batch-norm statistics of the whole mini-batch.",
-        ),
-        Option(
-            "--compile/--no-compile",
+        _of("clip_grad_norm", "Bound on the global gradient norm. [default: off]"),
+        _of("clip_grad_value", "Bound on each gradient element. [default: off]"),
+        _of("deferred_batch_norm", "Batch-norm statistics of the whole mini-batch."),
+        _of(
+            "compile",
             "Compile each layer with torch.compile; rounding differs from uncompiled layers.",
         ),
-        Option(
-            "--deterministic/--no-deterministic",
-            "Use only deterministic kernels; an operator without one raises.",
-        ),
+        _of("deterministic", "Use only deterministic kernels; an operator without one raises."),
         Option(
             "--profile --profile-steps profile_steps",
             "Profile the steps A to B by torch.profiler, a file for each worker. [default: off]",
             metavar="A:B",
             written="--profile A:B",
         ),
-        Option(
-            "--trace/--no-trace",
-            "Record the actions of every step, instead of some steps.",
-        ),
+        _of("trace", "Record the actions of every step, instead of some steps."),
     ),
     *_in(
         "Schedule and memory",
-        Option(
-            "--schedule",
+        _of(
+            "schedule",
             f"Order of a worker's micro-batches: {', '.join(ORDERS)}; {AUTO}: the fastest that is "
             "found; or a schedule file.",
             ScheduleType(),
-            default=DEFAULT_SCHEDULE,
             metavar="NAME",
         ),
-        Option(
-            "--virtual-stages",
+        _of(
+            "virtual_stages",
             "Stages of each worker, for --schedule interleaved-1f1b. [default: 2]",
-            int,
             metavar="V",
         ),
-        _choice(
-            *("--recompute", RECOMPUTE_MODES, "auto"),
+        _of(
+            "recompute",
             "Which micro-batches run forward again before backward, to save memory; auto: those "
             "that must; offload: none, but an accelerator's saved tensors are kept in the host's "
             "memory.",
+            click.Choice(RECOMPUTE_MODES),
         ),
-        Option(
-            "--balance",
+        _of(
+            "balance",
             "Layers of each stage, as 3,5,5,3, or even. [default: by the time of each layer]",
             metavar="N,N,...",
         ),
-        Option(
-            "--memory",
+        _of(
+            "memory",
             "Memory of a worker, as 16GB, or of each, as 16GB,8GB. [default: that of the device, "
             "or of the host]",
             metavar="SIZE",
@@ -234,46 +224,37 @@ JOB_PARAMETERS: list[click.Parameter] = [
             "Plan by counted operations instead of the measured times of layers.",
             is_flag=True,
         ),
-        Option(
-            "--shard-optimizer/--no-shard-optimizer",
+        _of(
+            "shard_optimizer",
             "Each replica updates a part of the weights, and keeps only its optimizer state.",
         ),
     ),
     *_in(
         "Checkpoints and recovery",
-        Option(
-            "--checkpoint-every",
+        _of(
+            "checkpoint_every",
             "Steps between checkpoints, or time, as 30m, or end: only at the end.",
-            default="30m",
             metavar="N",
         ),
-        _choice(
-            *("--checkpoint-busy", CHECKPOINT_BUSY, "skip"),
+        _of(
+            "checkpoint_busy",
             "What to do with a checkpoint that is due while another one is being written.",
+            click.Choice(CHECKPOINT_BUSY),
         ),
-        Option("--keep", "Number of checkpoints to keep.", int, default=2),
-        Option(
-            "--best",
+        _of("keep", "Number of checkpoints to keep."),
+        _of(
+            "best",
             "Figure of evaluation() by which the best checkpoint is kept too; max:accuracy where "
             "more is better.",
-            default=BEST,
             metavar="NAME",
         ),
-        Option(
-            "--max-restarts",
-            "Worker losses within an hour that the job recovers from.",
-            int,
-            default=3,
-        ),
-        Option(
-            "--min-stages",
+        _of("max_restarts", "Worker losses within an hour that the job recovers from."),
+        _of(
+            "min_stages",
             "Continue with fewer stages, down to MIN, when a worker cannot be replaced.",
-            int,
             metavar="MIN",
         ),
-        Option(
-            "--snapshot-every", "Steps between snapshots in memory. [default: by their cost]", int
-        ),
+        _of("snapshot_every", "Steps between snapshots in memory. [default: by their cost]"),
     ),
     *_in(
         "Resume",
@@ -312,14 +293,11 @@ JOB_PARAMETERS: list[click.Parameter] = [
             _PATH,
             metavar="FOLDER",
         ),
-        Option("--csv/--no-csv", "Also write metrics.csv and evaluation.csv."),
-        Option(
-            "--tensorboard/--no-tensorboard",
-            "Also write files for TensorBoard, to RUN/tensorboard.",
-        ),
-        Option("--wandb", "Also send rows to this project of wandb.", metavar="PROJECT"),
-        Option("--mlflow", "Also send rows to this experiment of MLflow.", metavar="EXPERIMENT"),
-        Option("--metrics-port", "Serve figures for Prometheus on this port.", int, metavar="PORT"),
+        _of("csv", "Also write metrics.csv and evaluation.csv."),
+        _of("tensorboard", "Also write files for TensorBoard, to RUN/tensorboard."),
+        _of("wandb", "Also send rows to this project of wandb.", metavar="PROJECT"),
+        _of("mlflow", "Also send rows to this experiment of MLflow.", metavar="EXPERIMENT"),
+        _of("metrics_port", "Serve figures for Prometheus on this port.", metavar="PORT"),
         Option("--log-every", "Steps between progress lines. [default: one line a second]", int),
         Option(
             "--output",
