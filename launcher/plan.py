@@ -8,14 +8,14 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from launcher import local, measure
 from launcher.command import Option
+from launcher.job_command import FileCommand
 from launcher.options import LAUNCH_PARAMETERS
-from launcher.plan_command import PlanCommand
 from pipeworker.display.plan import page, schedules
 from pipeworker.display.plan.as_json import to_json
 from pipeworker.display.plan.schedules import EqualStages
@@ -63,8 +63,30 @@ _FORMS = ("as_text", "as_json", "svg", "html", "fit")
 """The options for output in another form than lines for people."""
 
 
+class PlanCommand(FileCommand):
+    """The command, whose job file is optional."""
+
+    def reject(self, error: click.NoSuchOption) -> NoReturn:
+        name = error.option_name
+        if any(name in (*option.opts, *option.secondary_opts) for option in LAUNCH_PARAMETERS):
+            raise UsageError(
+                f"{name}: an option of launch that changes no plan; leave it out"
+            ) from None
+        super().reject(error)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        if ctx.params["job_file"] is not None:
+            self.fill_in(ctx)
+        elif ctx.params.pop("config"):
+            raise UsageError("--config: no model is given; add JOB_FILE")
+        return super().invoke(ctx)
+
+
+def _launch_parameters(*names: str) -> list[click.Parameter]:
+    return [one for one in LAUNCH_PARAMETERS if one.name in names]
+
+
 def _parameters() -> list[click.Parameter]:
-    taken = [one for one in LAUNCH_PARAMETERS if one.name in (*_OF_SCHEDULE, *_OF_MODEL)]
     stages = Option("--stages", "Workers. [default: those of a schedule file]", int)
     stages.group = "Workers"
     file = click.Path(path_type=Path)
@@ -81,8 +103,13 @@ def _parameters() -> list[click.Parameter]:
     )
     for form in forms:
         form.group, form.once, form.allow_from_autoenv = "Plan", True, False
-    arguments = [one for one in LAUNCH_PARAMETERS if isinstance(one, click.Argument)]
-    return [*arguments, stages, *taken, *forms]
+    return [
+        *_launch_parameters("job_file", "arguments"),
+        stages,
+        *_launch_parameters(*_OF_SCHEDULE, *_OF_MODEL),
+        *forms,
+        *_launch_parameters("config"),
+    ]
 
 
 @click.command(
@@ -92,7 +119,7 @@ def _parameters() -> list[click.Parameter]:
 )
 def plan(
     *,
-    job_file: Path | None,
+    job_file: str | None,
     arguments: tuple[str, ...],
     as_text: bool,
     as_json: bool,
@@ -119,8 +146,9 @@ def plan(
             raise UsageError(f"--schedule {AUTO}: no model is given; add JOB_FILE")
         _show_schedule(_options("", chosen), svg, as_text=as_text)
         return
-    local.check_job_file(job_file)
-    options = _options(str(job_file.resolve()), {**chosen, "arguments": arguments})
+    path = Path(job_file)
+    local.check_job_file(path)
+    options = _options(str(path.resolve()), {**chosen, "arguments": arguments})
     facts = limited(measure.measure(options), options)
     request = request_of(options)
     if fit:
@@ -141,18 +169,14 @@ def plan(
     elif svg is not None:
         _write(svg, page.picture_of(view).svg(), f"a step of {planned.schedule.name}")
     elif html is not None:
-        _write(html, page.html(view), f"the plan of {job_file.name}")
+        _write(html, page.html(view), f"the plan of {path.name}")
     else:
         for line in lines_of(view, _width(), _paint()):
             click.echo(line)  # without colours if this is no terminal
 
 
 def _options(job_file: str, chosen: dict[str, Any]) -> Options:
-    """Return the options of a job.
-
-    Raises:
-        UsageError: an option is out of range, or does not fit the others.
-    """
+    """Return the options of a job."""
     stages = chosen.pop("stages")
     if stages is None and text.is_text(chosen["schedule"]):
         stages = len(text.parse(chosen["schedule"]).workers)

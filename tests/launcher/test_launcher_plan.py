@@ -154,6 +154,10 @@ def test_a_timeline_has_the_width_of_the_terminal_and_its_colours(
     assert run(*words, color=True).output == plain
 
 
+def test_the_job_file_may_stand_behind_the_hyphens() -> None:
+    assert refused("--stages", "2", "--", "none.py").startswith("job file none.py: No such file")
+
+
 @pytest.mark.parametrize("words", [("--config", "big.toml"), ("--schedule", "auto")])
 def test_a_file_of_options_and_a_search_are_for_a_model(words: tuple[str, str]) -> None:
     refusal = "no model is given; add JOB_FILE"
