@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import tempfile
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,19 +12,15 @@ from typing import Any
 import click
 
 from launcher import local
-from launcher.spec import Host, RemoteAgent
 from pipeworker.display.figures import evaluation_line
-from pipeworker.display.style import Style
 from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.facts.step import Evaluation
 from pipeworker.job.interval import END
 from pipeworker.job.options import BEST, LOGGERS, Options
 from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
-from pipeworker.record.lock import RunLock
 from pipeworker.record.metrics import rows
 from pipeworker.record.run_record import RunRecord, find_best_checkpoint
 from pipeworker.record.rundir import RunDir, find_checkpoint
-from pipeworker.runs.begin import PreparedRun
 from pipeworker.runs.job_file import place_copy, recorded_job_file
 
 
@@ -71,17 +65,11 @@ def evaluate(
         local.check_job_file(job_file)
         options = _options(record, job_file, stages, arguments)
         place = RunDir(Path(folder, "run"))
-        for made in (place.path, place.checkpoints.path, place.coordinator_log().parent):
-            made.mkdir()
-        place.checkpoints.at(manifest.step).symlink_to(path.resolve())
-        options = replace(
-            options, resume=str(place.checkpoints.at(manifest.step)), resume_step=manifest.step
-        )
-        lock = RunLock(place.lock, exclusive=False)
-        prepared = PreparedRun(options, RunDir.open(place.path), lock, ExitStack())
-        agents = (RemoteAgent(Host("", options.workers)),)
-        if status := local.run(prepared, Style(quiet=True), agents):
-            sys.exit(status)
+        link = place.checkpoints.at(manifest.step)
+        link.parent.mkdir(parents=True)
+        link.symlink_to(path.resolve())
+        options = replace(options, resume=str(link), resume_step=manifest.step)
+        local.run_aside(options, place)
         row = rows.last(place.evaluation) or {}
     if as_json:  # JSON has no NaN
         row = {name: value if math.isfinite(value) else None for name, value in row.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,17 +13,20 @@ from typing import Any, NoReturn
 
 import click
 
-from launcher import local, measure
+from launcher import local
 from launcher.command import Option
 from launcher.job_command import FileCommand
 from launcher.options import LAUNCH_PARAMETERS
+from pipeworker.coordinator.job import SLOTS
+from pipeworker.coordinator.service import recorded_facts
 from pipeworker.display.plan import page, schedules
 from pipeworker.display.plan.as_json import to_json
 from pipeworker.display.plan.schedules import EqualStages
 from pipeworker.display.plan.text import Paint, lines_of, plain
 from pipeworker.display.plan.view import Choice, PlanView, microbatches_text, stages_text
-from pipeworker.errors import RecordError, UsageError
+from pipeworker.errors import PipeworkerError, RecordError, UsageError
 from pipeworker.facts.layer_facts import NetworkFacts
+from pipeworker.job.interval import END
 from pipeworker.job.option_parsing import make_options
 from pipeworker.job.options import Options
 from pipeworker.job.planning import limited, request_of
@@ -41,6 +45,7 @@ from pipeworker.plan.planner.choices import (
 )
 from pipeworker.plan.planner.planner import whole_text
 from pipeworker.record.files.atomic_file import write_bytes
+from pipeworker.record.rundir import RunDir
 
 _OF_SCHEDULE = ("microbatches", "schedule", "virtual_stages", "recompute")
 """Options of `launch` that decide a schedule."""
@@ -149,7 +154,7 @@ def plan(
     path = Path(job_file)
     local.check_job_file(path)
     options = _options(str(path.resolve()), {**chosen, "arguments": arguments})
-    facts = limited(measure.measure(options), options)
+    facts = limited(_measured(options), options)
     request = request_of(options)
     if fit:
         for line in _fitting(facts, request):
@@ -185,6 +190,19 @@ def _options(job_file: str, chosen: dict[str, Any]) -> Options:
             raise UsageError("--stages: missing; give the number of stages")
         stages = max(1, local.accelerators() // max(1, chosen["replicas"]))
     return make_options(job_file, stages, chosen)
+
+
+def _measured(options: Options) -> NetworkFacts:
+    """Return the facts of the layers, found by the start of the job, without a step."""
+    slots = SLOTS if options.max_restarts else 1
+    options = replace(options, plan_only=True, balance=None, max_restarts=0, checkpoint_every=END)
+    with tempfile.TemporaryDirectory(prefix="pipeworker-") as folder:
+        run_dir = RunDir(Path(folder))
+        local.run_aside(options, run_dir)
+        found = recorded_facts(run_dir)
+    if found is None:
+        raise PipeworkerError("plan: the facts of the layers were not recorded")
+    return replace(found, copies=slots) if found.copies else found
 
 
 def _choice(one: Alternative, samples: int) -> Choice:
