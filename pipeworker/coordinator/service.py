@@ -12,6 +12,7 @@ import platform
 import signal
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -19,23 +20,23 @@ from typing_extensions import assert_never
 
 from pipeworker.coordinator import effects, events
 from pipeworker.coordinator.ending import Status
-from pipeworker.coordinator.io import disk_thread
-from pipeworker.coordinator.io.disk_thread import DiskThread
+from pipeworker.coordinator.io import result_thread
 from pipeworker.coordinator.io.files import LogFile, RunFiles, record_error
 from pipeworker.coordinator.io.parent import ParentProcess
-from pipeworker.coordinator.io.plan_thread import PlanThread
+from pipeworker.coordinator.io.result_thread import ResultThread
 from pipeworker.coordinator.io.workers import WorkerConnections
 from pipeworker.coordinator.job import Job
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.steps.progress import Start
 from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.environment import timings
-from pipeworker.errors import PipeworkerError, UnreadableFile
+from pipeworker.errors import PipeworkerError, UnreadableFile, UsageError
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.host.descriptors import DescriptorReserve, check_available, check_tasks
 from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.job.options import Options
+from pipeworker.job.planning import plan_job
 from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
 from pipeworker.record.facts_cache import FactsCache, default_folder
 from pipeworker.record.files.located import located
@@ -80,19 +81,18 @@ class Service:
             start=self._start(),
             cores=os.cpu_count() or 1,
         )
-        self._disk = disk = DiskThread()
+        self._disk, self._planner = ResultThread("disk"), ResultThread("planner")
         self._files = RunFiles(
             self._run_dir,
             self._options,
             descriptors,
             parent,
-            disk,
+            self._disk,
             self._handle,
         )
         self._workers = WorkerConnections(
             socket, self._handle, lambda: self._job.generation.number, self._timings.redial
         )
-        self._plans = PlanThread()
         self._parent_reads, self._interrupted = True, False
         self._watched_until = self._next_look = 0.0
         self._verdict: lines.Verdict | None = None
@@ -117,7 +117,9 @@ class Service:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # sent to the whole job; workers report it
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._disk.reads, zmq.POLLIN)
+        threads = self._disk, self._planner
+        for thread in threads:
+            poller.register(thread.reads, zmq.POLLIN)
         next_tick = next_ping = time.monotonic()
         clock, suspended = SuspendAwareClock(self._timings.tick + self._timings.burst), 0.0
         while self._verdict is None:
@@ -136,10 +138,9 @@ class Service:
             elif (limit := parent.exceeded_silence(awake)) is not None:
                 text = f"the launcher has not answered for {limit:g} s"
                 self._handle(events.ParentLost(text=text))
-            if self._disk.reads in ready:
-                self._disk.handle_results()
-            for made in self._plans.made():
-                self._handle(made)
+            for thread in threads:
+                if thread.reads in ready:
+                    thread.handle_results()
             if self._interrupted:
                 self._handle(lines.Interrupt())
             if now >= next_tick and all_received:
@@ -248,7 +249,7 @@ class Service:
             case effects.KeepFacts():
                 self._cache.add(effect.facts)
             case effects.MakePlan():
-                self._plans.begin(effect)
+                self._planner.submit(partial(make_plan, effect), self._handle)
             case effects.Commit():
                 self._files.commit(effect, self._job.placement.stages)
             case effects.Discard():
@@ -263,10 +264,22 @@ class Service:
         self._parent.send(verdict)
 
 
+def make_plan(request: effects.MakePlan) -> events.PlanMade:
+    """Return the plan that was requested, or why there is none."""
+    try:
+        return events.PlanMade(request.generation, plan_job(request.facts, request.options))
+    except UsageError as error:
+        return events.PlanMade(request.generation, None, str(error))
+    except Exception:
+        log.exception("the plan cannot be made")
+        text = "the plan cannot be made: see logs/coordinator.log; give --balance and --recompute"
+        return events.PlanMade(request.generation, None, text)
+
+
 def check_room(options: Options) -> None:
     """Raise PipeworkerError if the system does not grant the sockets of all workers."""
-    both = zip(sockets.SERVER_NEEDS, disk_thread.NEEDS, strict=True)
-    descriptors, threads = map(sum, both)
+    needs = (sockets.SERVER_NEEDS, result_thread.NEEDS, result_thread.NEEDS)
+    descriptors, threads = map(sum, zip(*needs, strict=True))
     try:
         check_tasks(threads, "the coordinator needs")
         check_available(descriptors + options.workers, threads)

@@ -18,9 +18,9 @@ import pytest
 
 from pipeworker.coordinator.effects import Commit
 from pipeworker.coordinator.events import CheckpointEnded, EffectFailed, Event
-from pipeworker.coordinator.io.disk_thread import DiskThread
 from pipeworker.coordinator.io.files import RunFiles
 from pipeworker.coordinator.io.parent import ParentProcess
+from pipeworker.coordinator.io.result_thread import ResultThread
 from pipeworker.coordinator.service import read_start
 from pipeworker.facts.step import StepResult
 from pipeworker.host.descriptors import DescriptorReserve
@@ -102,7 +102,7 @@ def files(
         OPTIONS,
         cast(DescriptorReserve, Plenty()),
         cast(ParentProcess, listener),
-        DiskThread(),
+        ResultThread("disk"),
         handled.append,
     )
     yield made

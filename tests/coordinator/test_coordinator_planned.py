@@ -9,8 +9,8 @@ import pytest
 
 from pipeworker.coordinator.effects import Dropped, MakePlan, WritePlan
 from pipeworker.coordinator.events import PlanMade
-from pipeworker.coordinator.io.plan_thread import make
 from pipeworker.coordinator.lifecycle import State
+from pipeworker.coordinator.service import make_plan
 from pipeworker.coordinator.steps.progress import Start
 from pipeworker.facts.failure import Cause
 from pipeworker.facts.layer_facts import NetworkFacts
@@ -111,7 +111,7 @@ def test_a_plan_that_takes_long_can_be_interrupted_and_is_not_taken_for_another(
     job.exited(1, -9)
     job.join()
     job.describe()
-    late = make(request)
+    late = make_plan(request)
     (dropped,) = job.handle(late)
     assert isinstance(dropped, Dropped)
     assert dropped.text.startswith("a plan of generation 1 while the plan is being made")

@@ -12,10 +12,10 @@ from pipeworker.coordinator.events import (
     MessageReceived,
     Tick,
 )
-from pipeworker.coordinator.io.plan_thread import make
 from pipeworker.coordinator.job import Job
 from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.loss_scaler import LossScaler
+from pipeworker.coordinator.service import make_plan
 from pipeworker.coordinator.steps.progress import Start
 from pipeworker.errors import AGAIN
 from pipeworker.facts.failure import Cause, Failure
@@ -171,7 +171,7 @@ class ScriptedJob:
         effects = self.job.handle(event, self.now)
         self.effects += effects
         for request in of(effects, MakePlan) if self.makes_plans else ():
-            effects = [*effects, *self.handle(make(request))]
+            effects = [*effects, *self.handle(make_plan(request))]
         return effects
 
     def receive(self, message: FromWorker, peer: bytes | None = None) -> list[Effect]:

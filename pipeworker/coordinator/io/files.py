@@ -17,8 +17,8 @@ from typing import Any
 
 from pipeworker.coordinator.effects import Commit
 from pipeworker.coordinator.events import CheckpointEnded, EffectFailed, Event
-from pipeworker.coordinator.io.disk_thread import DiskThread
 from pipeworker.coordinator.io.parent import ParentProcess
+from pipeworker.coordinator.io.result_thread import ResultThread
 from pipeworker.errors import RecordError, UnreadableFile
 from pipeworker.facts.criterion import Criterion
 from pipeworker.facts.layer_names import LayerNames
@@ -52,7 +52,7 @@ class RunFiles:
     options: Options
     descriptors: DescriptorReserve
     parent: ParentProcess
-    disk: DiskThread
+    disk: ResultThread
     handle: Callable[[Event], None]
     _warned: set[Path] = field(default_factory=set)  # files of which it is known: the disk is full
     _completing: set[int] = field(default_factory=set)  # steps of checkpoints

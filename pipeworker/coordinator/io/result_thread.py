@@ -1,4 +1,4 @@
-"""Performs slow work on files in a thread, because training does not wait for the disk."""
+"""Performs slow work in a thread: training waits neither for the disk nor for a search."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from pipeworker.host.task_thread import TaskThread
 T = TypeVar("T")
 
 NEEDS = 2, 1
-"""Descriptors and threads that a :class:`DiskThread` takes."""
+"""Descriptors and threads that a :class:`ResultThread` takes."""
 
 
-class DiskThread:
+class ResultThread:
     """Tasks that a thread performs one after the other, and whose results the loop handles.
 
     `reads` is a descriptor that can be read while there are results.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self.reads, self._writes = os.pipe()
         os.set_blocking(self.reads, False)
         self._ended: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._thread = TaskThread("disk")
+        self._thread = TaskThread(name)
 
     def submit(self, task: Callable[[], T], handle: Callable[[T], None]) -> None:
         """Perform a task after those submitted before it; return at once.

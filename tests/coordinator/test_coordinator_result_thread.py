@@ -1,4 +1,4 @@
-"""The thread that performs slow work on files beside the coordinator's loop."""
+"""A thread that performs slow work beside the coordinator's loop."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 
-from pipeworker.coordinator.io.disk_thread import DiskThread
+from pipeworker.coordinator.io.result_thread import ResultThread
 
 
 def test_tasks_run_in_order_and_their_results_are_handled_by_the_loop() -> None:
-    disk, go, order = DiskThread(), threading.Event(), list[str]()
+    disk, go, order = ResultThread("disk"), threading.Event(), list[str]()
     handled: list[tuple[int, threading.Thread]] = []
 
     def work(number: int) -> int:
@@ -38,7 +38,7 @@ def test_tasks_run_in_order_and_their_results_are_handled_by_the_loop() -> None:
 
 
 def test_the_loop_raises_the_error_of_a_task_and_later_tasks_are_performed() -> None:
-    disk, handled = DiskThread(), list[int]()
+    disk, handled = ResultThread("disk"), list[int]()
     disk.submit(lambda: 1 // 0, handled.append)
     assert select.select([disk.reads], [], [], 60)[0]
     with pytest.raises(ZeroDivisionError):
