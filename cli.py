@@ -17,7 +17,17 @@ import click
 
 from launcher import choose, templates
 from launcher.choose import Target
-from launcher.command import INTERRUPTED, Shown, clearly, is_given, is_typed, origin, written
+from launcher.command import (
+    INTERRUPTED,
+    JSON,
+    PATH,
+    Shown,
+    clearly,
+    is_given,
+    is_typed,
+    origin,
+    written,
+)
 from launcher.display_options import take_style
 from launcher.engines.engine import Carrier, Cluster, SubmittedJob
 from launcher.evaluate import evaluate
@@ -152,15 +162,14 @@ def launch(
     if debug:
         foreground.check(request.stages, chosen["replicas"], here=target.is_local)
         request = replace(request, stages=1)
-    if chosen["stages"] is None and target.hosts:
-        workers = sum(host.workers for host in target.hosts)
-        request = replace(request, stages=workers_per_replica(workers, chosen["replicas"]))
-    if target.is_local:
-        if chosen["stages"] is None and not request.is_resume and not debug:
-            stages = max(1, local.accelerators() // max(1, chosen["replicas"]))
-            request = replace(request, stages=stages)
-    elif request.stages is None and chosen["stages"] is None:
-        raise UsageError("--stages: missing; give the number of stages of the job")
+    elif chosen["stages"] is None:
+        if target.hosts:
+            workers = sum(host.workers for host in target.hosts)
+            request = replace(request, stages=workers_per_replica(workers, chosen["replicas"]))
+        elif not target.is_local:
+            raise UsageError("--stages: missing; give the number of stages of the job")
+        elif not request.is_resume:
+            request = replace(request, stages=local.default_stages(chosen["replicas"]))
     engine = target.engine
     shares_files = not isinstance(engine, Cluster) or engine.shares_files
     _check(request, here=shares_files)  # only the other hosts know their paths
@@ -297,16 +306,7 @@ def node(nodes: int, rank: int, workers: int, at: str, port: int, words: tuple[s
 
 
 @main.command()
-@click.argument("run", type=click.Path(path_type=Path))
-def checkpoint(run: Path) -> None:
-    """Make the job that runs in RUN save at the end of its step, and wait for the checkpoint."""
-    from pipeworker.runs import checkpoint_request
-
-    click.echo(checkpoint_request.request_checkpoint(run))
-
-
-@main.command()
-@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("source", type=PATH)
 @click.argument("out")
 @click.option(
     "--dtype",
@@ -322,7 +322,7 @@ def checkpoint(run: Path) -> None:
 @click.option(
     "--like",
     metavar="FOLDER",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Folder of the same model, whose configuration and tokenizer OUT gets too.",
 )
 @click.option("--adapters", is_flag=True, help="Only the adapters, as a folder of peft's own.")
@@ -367,17 +367,7 @@ def export(
 
 
 @main.command()
-@click.argument("run", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def show(run: Path, *, as_json: bool) -> None:
-    """Show what the run in the directory RUN was and did, and where its weights are."""
-    from pipeworker.runs import show
-
-    click.echo(show.show(run, as_json=as_json))
-
-
-@main.command()
-@click.argument("file", type=click.Path(path_type=Path), default="model.py")
+@click.argument("file", type=PATH, default="model.py")
 @click.option(
     "--example",
     type=click.Choice([*templates.EXAMPLES]),
@@ -398,7 +388,7 @@ def init(file: Path, example: str) -> None:
 
 
 @main.command()
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@JSON
 def env(*, as_json: bool) -> None:
     """Show versions, devices, limits and variables, for a bug report."""
     from launcher import machine

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from traceback import walk_tb
 from typing import IO, Any, NoReturn
 
@@ -23,6 +24,9 @@ INTERRUPTED = 130
 FILE = "pipeworker.file"
 """Key in a context's ``meta``: the name of the file that options came from."""
 
+PATH = click.Path(path_type=Path)
+RUN = click.argument("run", type=PATH)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 _METAVARS = {int: "N", float: "X"}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from launcher import local
+from launcher.command import JSON, RUN
 from pipeworker.display.figures import evaluation_line
 from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.facts.step import Evaluation
@@ -25,7 +26,7 @@ from pipeworker.runs.job_file import place_copy, recorded_job_file
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@RUN
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option(
     "--checkpoint",
@@ -36,7 +37,7 @@ from pipeworker.runs.job_file import place_copy, recorded_job_file
 @click.option(
     "--stages", type=int, help="Pipeline stages; the figures are the same. [default: as trained]"
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@JSON
 def evaluate(
     run: Path,
     arguments: tuple[str, ...],

@@ -372,8 +372,8 @@ def check_job_file(path: Path) -> None:
         raise UsageError(f"job file {path}: not Python source: {error}") from None
 
 
-def accelerators() -> int:
-    """Return the number of accelerators of this host, the default number of stages.
+def default_stages(replicas: int) -> int:
+    """Return the number of stages by which the workers use this host's accelerators.
 
     Raises:
         UsageError: this host has none.
@@ -383,4 +383,4 @@ def accelerators() -> int:
     count = int(answer.stdout or 0)
     if not count:
         raise UsageError("--stages: this host has no accelerator; specify the number of stages")
-    return count
+    return max(1, count // max(1, replicas))

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from launcher import local
-from launcher.command import Option
+from launcher.command import PATH, Option
 from launcher.job_command import FileCommand
 from launcher.options import LAUNCH_PARAMETERS
 from pipeworker.coordinator.job import SLOTS
@@ -94,12 +94,11 @@ def _launch_parameters(*names: str) -> list[click.Parameter]:
 def _parameters() -> list[click.Parameter]:
     stages = Option("--stages", "Workers. [default: those of a schedule file]", int)
     stages.group = "Workers"
-    file = click.Path(path_type=Path)
     forms = (
         Option("--text as_text", "Print the schedule as a file for --schedule.", is_flag=True),
         Option("--json as_json", "Print one JSON object.", is_flag=True),
-        Option("--svg", "Write a picture of a step.", file, metavar="FILE"),
-        Option("--html", "Write a page with the picture and all figures.", file, metavar="FILE"),
+        Option("--svg", "Write a picture of a step.", PATH, metavar="FILE"),
+        Option("--html", "Write a page with the picture and all figures.", PATH, metavar="FILE"),
         Option(
             "--fit",
             "Print how many micro-batches fit, and on how few stages.",
@@ -188,7 +187,7 @@ def _options(job_file: str, chosen: dict[str, Any]) -> Options:
     if stages is None:
         if not job_file:
             raise UsageError("--stages: missing; give the number of stages")
-        stages = max(1, local.accelerators() // max(1, chosen["replicas"]))
+        stages = local.default_stages(chosen["replicas"])
     return make_options(job_file, stages, chosen)
 
 

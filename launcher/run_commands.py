@@ -1,4 +1,4 @@
-"""The commands that look after runs: list, compare, prune, report, top, trace, cancel."""
+"""The commands for runs that exist, whether their jobs still run or not."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from pathlib import Path
 
 import click
 
+from launcher.command import JSON, PATH, RUN
 from pipeworker.errors import UsageError
-
-_PATH = click.Path(path_type=Path)
 
 
 @click.command("list")
-@click.argument("folder", metavar="[DIR]", type=_PATH, default="runs")
+@click.argument("folder", metavar="[DIR]", type=PATH, default="runs")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per run.")
 @click.option(
     "--sort",
@@ -40,9 +39,9 @@ def list_runs(folder: Path, sort: str, columns: str | None, *, as_json: bool) ->
 
 
 @click.command()
-@click.argument("first", metavar="RUN", type=_PATH)
-@click.argument("second", metavar="RUN2", type=_PATH)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.argument("first", metavar="RUN", type=PATH)
+@click.argument("second", metavar="RUN2", type=PATH)
+@JSON
 def compare(first: Path, second: Path, *, as_json: bool) -> None:
     """Show what differs between RUN and RUN2: options, versions, results and curves."""
     from pipeworker.runs import compare
@@ -51,7 +50,7 @@ def compare(first: Path, second: Path, *, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("folder", metavar="DIR", type=_PATH)
+@click.argument("folder", metavar="DIR", type=PATH)
 @click.option("--keep-weights", is_flag=True, help="Keep each run's newest and best checkpoints.")
 @click.option("--remove-weights", is_flag=True, help="Remove all checkpoints of each run.")
 @click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
@@ -72,14 +71,14 @@ def prune(folder: Path, *, keep_weights: bool, remove_weights: bool, dry_run: bo
 
 
 @click.command()
-@click.argument("run", type=_PATH)
+@RUN
 @click.option(
     "--steps", metavar="A:B", help="The first and the last step. [default: the last ones]"
 )
 @click.option(
     "-o",
     "--output",
-    type=_PATH,
+    type=PATH,
     help="The file to write. [default: timeline.json, or timeline.tar for several hosts]",
 )
 def trace(run: Path, steps: str | None, output: Path | None) -> None:
@@ -90,10 +89,10 @@ def trace(run: Path, steps: str | None, output: Path | None) -> None:
 
 
 @click.command()
-@click.argument("run", type=_PATH)
-@click.option("--compare", "other", metavar="RUN2", type=_PATH, help="Another run, side by side.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--html", metavar="FILE", type=_PATH, help="Write a page for a browser.")
+@RUN
+@click.option("--compare", "other", metavar="RUN2", type=PATH, help="Another run, side by side.")
+@JSON
+@click.option("--html", metavar="FILE", type=PATH, help="Write a page for a browser.")
 def report(run: Path, other: Path | None, html: Path | None, *, as_json: bool) -> None:
     """Show where the time of the steps of RUN went, and what to change; RUN may be running."""
     from pipeworker.runs import report, report_page
@@ -107,7 +106,7 @@ def report(run: Path, other: Path | None, html: Path | None, *, as_json: bool) -
 
 
 @click.command()
-@click.argument("run", type=_PATH)
+@RUN
 @click.option("--once", is_flag=True, help="Show it once.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, once.")
 def top(run: Path, *, once: bool, as_json: bool) -> None:
@@ -132,4 +131,23 @@ def cancel(run: str) -> None:
     click.echo(cancel(run))
 
 
-RUN_COMMANDS = (cancel, list_runs, compare, prune, report, top, trace)
+@click.command()
+@RUN
+def checkpoint(run: Path) -> None:
+    """Make the job that runs in RUN save at the end of its step, and wait for the checkpoint."""
+    from pipeworker.runs import checkpoint_request
+
+    click.echo(checkpoint_request.request_checkpoint(run))
+
+
+@click.command()
+@RUN
+@JSON
+def show(run: Path, *, as_json: bool) -> None:
+    """Show what the run in the directory RUN was and did, and where its weights are."""
+    from pipeworker.runs import show
+
+    click.echo(show.show(run, as_json=as_json))
+
+
+RUN_COMMANDS = (cancel, list_runs, compare, prune, report, top, trace, checkpoint, show)
