@@ -130,12 +130,12 @@ class Launch:
                     self._loop()
                 finally:
                     self._end()
-                self._finish_hooks(signals)
+                verdict = self._supervisor.verdict
+                self._hooks.finish(self._show, verdict, partial(_is_interrupted, signals))
         except BaseException:
             self._hooks.kill()
             self._screen.close()
             raise
-        verdict = self._supervisor.verdict
         if verdict is None:
             verdict = self._supervisor.own_verdict(time.monotonic() - started)
             try:
@@ -274,19 +274,6 @@ class Launch:
         except OSError:
             return events.TerminalLost()
         return None
-
-    def _finish_hooks(self, signals: SignalSocket) -> None:
-        """Give the job's hooks the time to be called with everything, except at a second interrupt.
-
-        There is nothing to call them with if the job has ended before its first step.
-        """
-        verdict, seconds = self._supervisor.verdict, self._timings.hooks
-        if verdict is None:
-            seconds = self._timings.exit
-        elif verdict.is_usage_error and verdict.steps <= self._options.resume_step:
-            seconds = 0.0
-        interrupted = partial(_is_interrupted, signals)
-        self._hooks.finish(self._show, seconds=seconds, interrupted=interrupted)
 
     def _end(self) -> None:
         """End all processes at the same time."""

@@ -15,7 +15,7 @@ from pipeworker.host.lifetime import kill_group
 from pipeworker.host.line_process import LineProcess, start_hooks
 from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir
-from pipeworker.wire.lines import FromHooks, HookSetup, JobOver, ToHooks, Warned
+from pipeworker.wire.lines import FromHooks, HookSetup, JobOver, ToHooks, Verdict, Warned
 
 _NOTE_SECONDS = 5.0
 """Waiting for longer than this is shown."""
@@ -55,20 +55,23 @@ class HookProcess:
     def finish(
         self,
         show: Callable[[Warned], object],
-        *,
-        seconds: float | None = None,
+        verdict: Verdict | None,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         """Wait until the hooks were called with everything, and end their process. Idempotent.
 
+        There is nothing to call them with if the job has ended before its first step.
+
         Args:
             show: receives warnings.
-            seconds: the limit, by default that of the timings.
+            verdict: that of the job; None if its coordinator was lost.
             interrupted: whether to wait no longer.
         """
         if self._thread is None:
             return
-        limit = timings().hooks if seconds is None else seconds
+        limit = timings().exit if verdict is None else timings().hooks
+        if verdict and verdict.is_usage_error and verdict.steps <= self._options.resume_step:
+            limit = 0.0
         began, noted, why = time.monotonic(), False, ""
         if self._process is not None and not self._ended.is_set():
             self._is_over = True

@@ -73,7 +73,7 @@ class CoordinatorProcess:
             for event in events:
                 if isinstance(event, lines.Verdict):
                     self._verdict = event
-                    self._finish_hooks(event)
+                    self._hooks.finish(self._notify, event)
                 if isinstance(event, lines.Planned):
                     self._hooks.start(event.hooks)
                 if isinstance(event, StepResult):
@@ -81,11 +81,6 @@ class CoordinatorProcess:
                 self._notify(event)
             for warning in self._hooks.warnings():
                 self._notify(warning)
-
-    def _finish_hooks(self, verdict: lines.Verdict) -> None:
-        """Give the hooks the time to be called with everything, if there is anything."""
-        nothing = verdict.is_usage_error and verdict.steps <= self._run.options.resume_step
-        self._hooks.finish(self._notify, seconds=0.0 if nothing else timings().hooks)
 
     def _notify(self, event: lines.FromCoordinator) -> None:
         """Forward an event; the loss of the terminal ends the job as an interrupt does."""

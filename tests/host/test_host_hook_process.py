@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from pipeworker.errors import UsageError
 from pipeworker.host import hook_process
 from pipeworker.host.hook_process import HookProcess
 from pipeworker.host.line_process import LineProcess
 from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir
-from pipeworker.wire.lines import FromHooks, ToHooks, Warned
+from pipeworker.wire.lines import FromHooks, ToHooks, Verdict, Warned
 from support.jobs import until
+
+MISTAKE = Verdict("failed", UsageError.exit_status, 0, 0.0, (), 0.0, "wrong")
 
 
 def started(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> HookProcess:
@@ -35,15 +38,15 @@ def refuse(warned: Warned) -> None:
 def test_an_interrupt_ends_the_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shown: list[Warned] = []
     hooks = started(monkeypatch, tmp_path, "sleep", "1000")
-    hooks.finish(shown.append, interrupted=lambda: True)
+    hooks.finish(shown.append, None, lambda: True)
     (warned,) = shown
     assert warned.text.startswith("hooks: an interrupt has ended them; --resume continues")
-    hooks.finish(shown.append)
+    hooks.finish(shown.append, None)
     assert len(shown) == 1
 
 
 def test_there_is_no_wait_after_a_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    started(monkeypatch, tmp_path, "sleep", "1000").finish(refuse, seconds=0.0)
+    started(monkeypatch, tmp_path, "sleep", "1000").finish(refuse, MISTAKE)
 
 
 @pytest.mark.parametrize(
@@ -61,11 +64,11 @@ def test_the_end_of_the_process_is_a_warning(
     found = until(hooks.warnings, 10)
     text = how if how == "no" else f"hooks: their process {how}; none is called any more"
     assert found == [Warned(text)]
-    hooks.finish(refuse)
+    hooks.finish(refuse, None)
 
 
 def test_without_hooks_there_is_no_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(hook_process, "start_hooks", pytest.fail)
     hooks = HookProcess(Options("job.py", 1, 1), RunDir(tmp_path))
     hooks.start(())
-    hooks.finish(refuse)
+    hooks.finish(refuse, None)
