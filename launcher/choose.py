@@ -50,9 +50,6 @@ class Target:
         sync: whether the job file's folder is sent to the hosts first.
         launcher_address: at which the hosts reach this one; empty for the one that they see.
         dry_run: whether the request is only shown.
-
-    Raises:
-        UsageError: the options contradict each other.
     """
 
     cluster: str
@@ -106,11 +103,7 @@ class Target:
 
 
 def named_hosts(hosts: str | None, hosts_file: str | None) -> tuple[Host, ...]:
-    """Return the hosts that the user has named.
-
-    Raises:
-        UsageError: an option is invalid, or they contradict each other.
-    """
+    """Return the hosts that the user has named."""
     if hosts is not None and hosts_file is not None:
         raise UsageError("--hosts and --hosts-file: choose one")
     if hosts is not None:
@@ -142,11 +135,7 @@ def rank_options(context: click.Context) -> tuple[str, ...]:
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, str]:
-    """Parse the values of ``--set NAME=VALUE``.
-
-    Raises:
-        UsageError: a value has no name or no ``=``.
-    """
+    """Parse the values of ``--set NAME=VALUE``."""
     found: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -159,11 +148,7 @@ def parse_settings(texts: Sequence[str]) -> dict[str, str]:
 
 
 def spec_of(request: RunRequest, target: Target, chosen: Mapping[str, Any]) -> JobSpec:
-    """Return the specification of a job, given the values of the command's parameters.
-
-    Raises:
-        UsageError: the job file has to be sent, and is not a text file.
-    """
+    """Return the specification of a job, given the values of the command's parameters."""
     from pipeworker.plan.orders import resolve
 
     job_file, engine = Path(request.job_file), target.engine

@@ -73,11 +73,7 @@ class Defaults:
 
     @staticmethod
     def read(path: Path) -> Defaults:
-        """Read the file that ``--config`` names.
-
-        Raises:
-            UsageError: there is no such file, or it cannot be read.
-        """
+        """Read the file that ``--config`` names."""
         table = dict(_PLACES).get(path.name, ())
         if path.is_dir():
             raise UsageError(f"--config {path}: is a directory; give a file with options")

@@ -78,11 +78,7 @@ def evaluate(
 
 
 def _find(run: Path, name: str | None, *, best: bool) -> Path:
-    """Return the checkpoint that is asked for.
-
-    Raises:
-        UsageError: there is no such checkpoint.
-    """
+    """Return the checkpoint that is asked for."""
     if best and name is not None:
         raise UsageError("--checkpoint and --best: they exclude each other; choose one")
     if best:

@@ -14,11 +14,7 @@ from pipeworker.wire.lines import FromCoordinator, Verdict
 
 
 def check(stages: int | None, replicas: int, *, here: bool) -> None:
-    """Check that the job has one worker, and runs `here`.
-
-    Raises:
-        UsageError: there are other workers, which have no terminal.
-    """
+    """Raise UsageError unless the job has one worker, and runs `here`: others have no terminal."""
     if not here or replicas != 1 or stages not in (None, 1):
         raise UsageError(
             "--debug: requires one worker on this host, as there is one terminal; use --stages 1, "

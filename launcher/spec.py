@@ -116,11 +116,7 @@ def spread(workers: int, nodes: int) -> tuple[int, ...]:
 
 
 def assign_ranks(places: Sequence[int], ranks: int) -> list[int]:
-    """Return the host of each rank: neighbouring ranks share a host while it has places.
-
-    Raises:
-        UsageError: the hosts have too few places.
-    """
+    """Return the host of each rank: neighbouring ranks share a host while it has places."""
     found = [host for host, count in enumerate(places) for _ in range(count)]
     if len(found) < ranks:
         raise UsageError(

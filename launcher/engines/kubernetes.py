@@ -70,10 +70,6 @@ class Kubernetes(Cluster):
 
         The cluster validates them all, with its own policies, before it makes the first one. The
         job owns the others: they are removed with it.
-
-        Raises:
-            UsageError: the job exists already, or kubectl is not installed.
-            PipeworkerError: the cluster rejects it.
         """
         manifests = _manifests(spec)
         settings, token = manifests.settings, new_token()
@@ -125,11 +121,7 @@ def _manifests(spec: JobSpec) -> Manifests:
 
 
 def _read_patch(path: Path) -> Object:
-    """Return a file's patch.
-
-    Raises:
-        UsageError: it is not YAML, or no part of an object.
-    """
+    """Return a file's patch."""
     try:
         import yaml
     except ImportError:

@@ -74,9 +74,6 @@ def render(spec: JobSpec, patches: Sequence[Object] = ()) -> Manifests:
     """Return the objects of a job; with its file, unless the pods have that (``--set job=PATH``).
 
     Each patch is merged into the pod template or, if it has a `kind`, into the job itself.
-
-    Raises:
-        UsageError: a setting is invalid, or Kubernetes cannot run the job so.
     """
     settings = Settings.of(spec)
     if spec.workers % spec.nodes:
@@ -105,11 +102,7 @@ def render(spec: JobSpec, patches: Sequence[Object] = ()) -> Manifests:
 
 
 def _check_patch(patch: Object, settings: Settings) -> None:
-    """Check that a patch is of this job.
-
-    Raises:
-        UsageError: it is of another kind of job, or of nothing that it has.
-    """
+    """Raise UsageError unless a patch is of this job, or of something that it has."""
     kind = "Job" if settings.kind == "job" else "JobSet"
     if patch.get("kind", kind) != kind:
         raise UsageError(f"--set patch: the job is a {kind}, not a {patch['kind']}")
@@ -121,11 +114,7 @@ def _check_patch(patch: Object, settings: Settings) -> None:
 
 
 def documents(objects: tuple[Object, ...]) -> str:
-    """Return objects as YAML.
-
-    Raises:
-        UsageError: PyYAML is not installed.
-    """
+    """Return objects as YAML."""
     try:
         import yaml
     except ImportError:

@@ -92,11 +92,7 @@ class Settings:
 
     @staticmethod
     def of(spec: JobSpec) -> Settings:
-        """Parse the settings of a job.
-
-        Raises:
-            UsageError: a setting is unknown, missing or invalid.
-        """
+        """Parse the settings of a job."""
         settings = read_settings(Settings, spec.settings, "kubernetes")
         if not settings.image:
             raise UsageError("--on kubernetes: no image for the pods; use --set image=IMAGE")

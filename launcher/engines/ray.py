@@ -75,11 +75,7 @@ class GroupRequest:
 
     @staticmethod
     def of(spec: JobSpec) -> GroupRequest:
-        """Return what a job asks for.
-
-        Raises:
-            UsageError: a setting is invalid, or Ray cannot run the job so.
-        """
+        """Return what a job asks for."""
         settings = read_settings(Settings, spec.settings, "ray")
         address = settings.address or os.environ.get(_ADDRESS) or "auto"
         if address.startswith(_PROXIED):
@@ -138,12 +134,7 @@ class Ray(Carrier):
 
     @contextmanager
     def connected(self, spec: JobSpec) -> Iterator[None]:
-        """Hold a placement group of the job inside the context.
-
-        Raises:
-            UsageError: Ray is not installed, or there is no cluster.
-            PipeworkerError: the cluster has no room.
-        """
+        """Hold a placement group of the job inside the context."""
         request = GroupRequest.of(spec)
         if find_spec("ray") is None:
             raise UsageError("--on ray: Ray is not installed; pip install 'pipeworker[ray]'")

@@ -232,11 +232,7 @@ def _listed(resources: dict[str, float]) -> str:
 
 
 def _reserve(ray: Any, request: GroupRequest, out: IO[str]) -> Any:
-    """Return the placement group, once all of its bundles have nodes.
-
-    Raises:
-        TimeoutError: that takes too long.
-    """
+    """Return the placement group, once all of its bundles have nodes."""
     count = len(request.bundles)
     group = ray.util.placement_group([*map(dict, request.bundles)], strategy="STRICT_SPREAD")
     begin, shown = time.monotonic(), False
@@ -253,11 +249,7 @@ def _reserve(ray: Any, request: GroupRequest, out: IO[str]) -> Any:
 
 
 def _join(ray: Any, request: GroupRequest, out: IO[str]) -> None:
-    """Connect this process to the cluster; Ray itself tries for minutes.
-
-    Raises:
-        Exception: it cannot.
-    """
+    """Connect this process to the cluster; Ray itself tries for minutes."""
     host, colon, port = request.address.rpartition(":")
     if colon:
         with contextlib.suppress(ValueError):  # of a port that Ray may understand

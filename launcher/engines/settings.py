@@ -12,11 +12,7 @@ S = TypeVar("S")
 
 
 def read_settings(kind: type[S], given: Mapping[str, str], engine: str) -> S:
-    """Return the settings of a type whose fields are texts and numbers, named with ``-`` for ``_``.
-
-    Raises:
-        UsageError: a setting is unknown, or not a number where one is needed.
-    """
+    """Return the settings of a type, whose fields are texts and numbers, with ``-`` for ``_``."""
     known = {field.name.replace("_", "-"): field for field in fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(given.keys() - known.keys()):
         raise UsageError(

@@ -158,11 +158,7 @@ class Slurm(Cluster):
     name = "slurm"
 
     def render(self, spec: JobSpec) -> str:
-        """Return the script of a job, whose settings are long options of sbatch and override ours.
-
-        Raises:
-            UsageError: a setting is not an option, or asks for several jobs.
-        """
+        """Return the script of a job; its settings are long options of sbatch and override ours."""
         if "array" in spec.settings:
             raise UsageError(
                 "--set array: its jobs would share a run directory; submit each by itself, with a "
@@ -201,11 +197,7 @@ class Slurm(Cluster):
         )
 
     def submit(self, spec: JobSpec) -> SlurmJob:
-        """Submit the script of a job.
-
-        Raises:
-            UsageError: Slurm is not installed here, or rejects the script.
-        """
+        """Submit the script of a job."""
         script, pattern = self.render(spec), spec.settings.get("output", _log(spec))
         parent = Path(spec.settings.get("chdir", spec.folder), pattern).parent
         if "%" not in str(parent):
@@ -290,11 +282,7 @@ def time_limit(text: str) -> int | None:
 
 
 def check_job_step(environment: Mapping[str, str]) -> None:
-    """Check that srun has not started a launcher for each task, nor Slurm several allocations.
-
-    Raises:
-        UsageError: it has.
-    """
+    """Raise UsageError if srun started a launcher for each task, or Slurm several allocations."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
     if "SLURM_STEP_ID" in environment and tasks != "1":
         raise UsageError(
@@ -309,11 +297,7 @@ def check_job_step(environment: Mapping[str, str]) -> None:
 
 
 def allocated_nodes(environment: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
-    """Return the nodes of this process's allocation, each with its number of cores.
-
-    Raises:
-        UsageError: the environment describes it incompletely.
-    """
+    """Return the nodes of this process's allocation, each with its number of cores."""
     try:
         listed = environment["SLURM_JOB_NODELIST"]
         cores = parse_counts(environment["SLURM_JOB_CPUS_PER_NODE"])
@@ -326,11 +310,7 @@ def allocated_nodes(environment: Mapping[str, str]) -> tuple[tuple[str, int], ..
 
 
 def agents(spec: JobSpec, nodes: Sequence[tuple[str, int]]) -> tuple[RemoteAgent, ...]:
-    """Return the agents of nodes with so many cores; workers are spread evenly.
-
-    Raises:
-        UsageError: there are more nodes than workers.
-    """
+    """Return the agents of nodes with so many cores; workers are spread evenly."""
     if len(nodes) > spec.workers:
         raise UsageError(
             f"--stages: the allocation has {len(nodes)} nodes, and the job {spec.workers} workers; "
@@ -347,11 +327,7 @@ def agents(spec: JobSpec, nodes: Sequence[tuple[str, int]]) -> tuple[RemoteAgent
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
-    """Parse a list of numbers as Slurm abbreviates it: ``4(x2),3`` is 4, 4, 3.
-
-    Raises:
-        UsageError: the text is something else.
-    """
+    """Parse a list of numbers as Slurm abbreviates it: ``4(x2),3`` is 4, 4, 3."""
     found: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

@@ -91,11 +91,7 @@ def receivers(spec: JobSpec) -> list[tuple[str, ...]]:
 
 
 def send(folder: Path, receivers: Sequence[Sequence[str]]) -> None:
-    """Send the job's folder to all hosts; a host that shares it keeps it unchanged.
-
-    Raises:
-        PipeworkerError: a host does not accept it, or some of it cannot be read.
-    """
+    """Send the job's folder to all hosts; a host that shares it keeps it unchanged."""
     for line in receivers:
         files = [*_files(folder)]
         with tempfile.TemporaryFile() as errors, _marker(folder) as marker:
@@ -156,11 +152,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Parse ``a:2,b:2``: hosts, each with its number of workers; the default is one.
-
-    Raises:
-        UsageError: the text is something else.
-    """
+    """Parse ``a:2,b:2``: hosts, each with its number of workers; the default is one."""
     found = []
     for part in map(str.strip, text.split(",")):
         name, colon, count = part.rpartition(":")
@@ -171,11 +163,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def read_hosts(path: Path) -> tuple[Host, ...]:
-    """Read a file with a host a line: its name and, optionally, its workers and interpreter.
-
-    Raises:
-        UsageError: the file is something else, or cannot be read.
-    """
+    """Read a file with a host a line: its name and, optionally, its workers and interpreter."""
     try:
         lines = path.read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -24,11 +24,7 @@ _NAME = "model.py"
 
 
 def write(path: Path, example: str) -> None:
-    """Write an example to a new file.
-
-    Raises:
-        UsageError: the file exists already, cannot be written, or could not be a job file.
-    """
+    """Write an example to a new file."""
     if path.suffix != ".py":
         raise UsageError(f"{path}: not a job file; its name must end in .py")
     text = Path(__file__).with_name(f"{example}.py").read_text("utf-8")

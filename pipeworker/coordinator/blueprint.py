@@ -154,11 +154,7 @@ class Blueprint:
         return partition.even(len(model.layers), placement.stages, per_worker, model.shared_buffers)
 
     def check_resumed(self, layers: Sequence[str], step: int) -> None:
-        """Check that the model has the layers of the checkpoint of `step`; none without one.
-
-        Raises:
-            UsageError: the model has other layers.
-        """
+        """Raise UsageError unless the model has the layers of the checkpoint of `step`, if any."""
         names = self.names.prefixes
         if not layers or names == layers:
             return
@@ -177,11 +173,7 @@ class Blueprint:
         )
 
     def check_built(self, ready: Ready) -> None:
-        """Check that a worker has built the stages that were planned for it.
-
-        Raises:
-            ProtocolError: it has built others.
-        """
+        """Raise ProtocolError unless a worker has built the stages that were planned for it."""
         planned = {stage: self.ranges[stage] for stage in self.placement.stages_of(ready.rank)}
         built = {b.stage: (b.first, b.first + len(b.layers)) for b in ready.stages}
         if built != planned:

@@ -58,11 +58,7 @@ class DescriptorReserve:
 
 
 def check_available(descriptors: int, threads: int) -> None:
-    """Check that the system grants so many more; ZeroMQ aborts a process that lacks one.
-
-    Raises:
-        OSError: the system does not grant them.
-    """
+    """Raise OSError unless so many more are granted; ZeroMQ aborts a process that lacks one."""
     end = threading.Event()
     with ExitStack() as cleanup:
         try:
@@ -81,12 +77,9 @@ def check_available(descriptors: int, threads: int) -> None:
 
 
 def check_tasks(needed: int, need: str = "the workers of this host need") -> None:
-    """Check that so many more processes and threads are free under the system's limits.
+    """Raise OSError unless so many more processes and threads are free under all limits.
 
     `need` is the subject of the error and its verb.
-
-    Raises:
-        OSError: they are not.
     """
     free = [one for one in (cgroups.available_tasks(), _available_to_user()) if one is not None]
     if free and min(free) < needed:

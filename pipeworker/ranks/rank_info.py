@@ -54,11 +54,7 @@ class RankInfo:
 
     @staticmethod
     def from_environment() -> RankInfo:
-        """Read torchrun's variables, of which LOCAL_* and TORCHELASTIC_* are optional.
-
-        Raises:
-            UsageError: a variable is missing or not a number.
-        """
+        """Read torchrun's variables, of which LOCAL_* and TORCHELASTIC_* are optional."""
         try:
             rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             address = os.environ["MASTER_ADDR"]
@@ -86,11 +82,7 @@ class RankInfo:
 
     @staticmethod
     def detect() -> RankInfo:
-        """Use the default process group, else the environment, else assume a single process.
-
-        Raises:
-            UsageError: the environment is incomplete.
-        """
+        """Use the default process group, else the environment, else assume a single process."""
         import torch.distributed as dist
 
         if dist.is_available() and dist.is_initialized():

@@ -85,11 +85,7 @@ class PeerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @staticmethod
     def decode(text: bytes) -> PeerInfo:
-        """Decode the JSON of :meth:`encode`.
-
-        Raises:
-            PipeworkerError: it is not what a rank of this version writes.
-        """
+        """Decode the JSON of :meth:`encode`."""
         try:
             return msgspec.convert(json.loads(text), PeerInfo)
         except ValueError:
@@ -245,11 +241,7 @@ def _proof(word: str) -> str:
 
 
 def _check_tokens(own: PeerInfo, peers: Mapping[int, PeerInfo]) -> None:
-    """Check that all ranks have the token of rank 0: others could never join its coordinator.
-
-    Raises:
-        UsageError: some have another one, or none.
-    """
+    """Raise UsageError unless all ranks have rank 0's token: others could never join its job."""
     wrong = {rank: peer for rank, peer in peers.items() if peer.proof != _proof(peer.word)}
     if not wrong:
         return
@@ -266,11 +258,7 @@ def _check_tokens(own: PeerInfo, peers: Mapping[int, PeerInfo]) -> None:
 
 
 def _check_given(own: PeerInfo, peers: Mapping[int, PeerInfo]) -> None:
-    """Check that all ranks were started with the same options and words.
-
-    Raises:
-        UsageError: some were not.
-    """
+    """Raise UsageError unless all ranks were started with the same options and words."""
     for rank, peer in peers.items():
         for name in sorted(own.given.keys() | peer.given.keys()):
             ours, theirs = own.given.get(name), peer.given.get(name)

@@ -28,11 +28,7 @@ def new_token() -> str:
 
 
 def given_token() -> str:
-    """Return the token that the environment gives, or that is in a file it names; "" for none.
-
-    Raises:
-        UsageError: the file cannot be read.
-    """
+    """Return the token that the environment gives, or that is in a file it names; "" for none."""
     token, path = os.environ.get(TOKEN_VARIABLE, ""), os.environ.get(TOKEN_FILE_VARIABLE)
     if token or not path:
         return token
@@ -52,11 +48,7 @@ class KeyPair:
 
 
 def derive_secret(token: str, purpose: bytes) -> bytes:
-    """Return 32 bytes for one purpose, named by at most 16 bytes, independent of all others.
-
-    Raises:
-        UsageError: the token is too short.
-    """
+    """Return 32 bytes for one purpose, named by at most 16 bytes, independent of all others."""
     if len(token) < _MIN_CHARACTERS:
         raise UsageError(
             f"{TOKEN_VARIABLE}: the token is too short to be a secret; use {_MIN_CHARACTERS} "
