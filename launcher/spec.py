@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
+from typing import Any, TypeVar
 
 from pipeworker.errors import UsageError
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,22 @@ class JobSpec:
     def option(self, name: str) -> str:
         """Return the value of an option that was typed; "" if it was not."""
         return dict(pairwise(self.options)).get(name, "")
+
+    def settings_as(self, kind: type[S], engine: str) -> S:
+        """Return the settings in a dataclass of texts and numbers, named with ``-`` for ``_``."""
+        known = {one.name.replace("_", "-"): one for one in fields(kind)}  # type: ignore[arg-type]
+        if unknown := sorted(self.settings.keys() - known.keys()):
+            known_names = ", ".join(known)
+            raise UsageError(
+                f"--set {unknown[0]}: no setting of --on {engine}; must be one of {known_names}"
+            )
+        values: dict[str, Any] = {}
+        for name, text in self.settings.items():
+            number = known[name].type == "int"
+            if number and not (text.isascii() and text.isdigit() and len(text) < 7):
+                raise UsageError(f"--set {name}={text}: must be a number")
+            values[known[name].name] = int(text) if number else text
+        return kind(**values)
 
     def words(self, job_file: str, *more: str) -> list[str]:
         """Return the job's options, `more` of them, its file and its arguments."""

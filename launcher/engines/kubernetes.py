@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,12 +15,22 @@ import click
 from launcher.engines.engine import Cluster, run_client, stamp
 from launcher.engines.manifests import RUN_DIR, Manifests, documents, render
 from launcher.engines.pod import LABEL, RUNS, Object, Settings
-from launcher.engines.pod_memory import planned_memory
 from launcher.spec import JobSpec
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.wire.keys import new_token
 
 _DRY = ("--dry-run=server", "-o", "name")
+_SPARE = 1.5
+"""Times the planned memory: allocators, the network's buffers, and data that is read ahead."""
+_OTHERS = 2 << 30
+"""The bytes of torchrun's agent, the coordinator, and the processes that read data or write."""
+_PLAN_SECONDS = 300.0
+_OF_PLAN = frozenset(
+    {
+        *("--microbatches", "--schedule", "--virtual-stages", "--recompute", "--precision"),
+        *("--balance", "--replicas", "--shard-optimizer", "--deferred-batch-norm", "--memory"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +159,7 @@ def _limited(spec: JobSpec) -> JobSpec:
     if settings.memory:
         return spec
     try:
-        memory = planned_memory(spec, settings)
+        memory = _planned_memory(spec, settings)
     except PipeworkerError as error:
         click.echo(
             f"warning: the memory of the pods is not limited ({error}); use --set memory=SIZE",
@@ -154,6 +167,30 @@ def _limited(spec: JobSpec) -> JobSpec:
         )
         return spec
     return replace(spec, settings={**spec.settings, "memory": memory})
+
+
+def _planned_memory(spec: JobSpec, settings: Settings) -> str:
+    """Return the memory of a pod, in whole Gi: what its workers need as planned, with a reserve."""
+    if settings.job:
+        raise UsageError("its job file is in the pods, and cannot be planned here")
+    words = ["--stages", str(spec.stages), "--no-profile", "--json"]
+    for option, value in pairwise((*spec.options, "")):
+        if option in _OF_PLAN:
+            words += [option] if value.startswith("--") or not value else [option, value]
+    line = [sys.executable, "-m", "pipeworker", "plan", *words, spec.job_file]
+    line += ["--", *spec.arguments] if spec.arguments else []
+    try:
+        done = subprocess.run(
+            line, capture_output=True, text=True, timeout=_PLAN_SECONDS, cwd=Path(spec.folder)
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PipeworkerError(f"its plan failed: {error}") from None
+    if done.returncode:
+        reason = done.stderr.strip().partition("\n")[0].removeprefix("error: ")
+        raise PipeworkerError(f"its plan failed: {reason}")
+    needed = max(int(stage["memory_bytes"]) for stage in json.loads(done.stdout)["stages"])
+    pod = int(_SPARE * needed * spec.workers_per_node) + _OTHERS
+    return f"{-(-pod // 2**30)}Gi"
 
 
 def _kubectl(namespace: str, *words: str, text: str = "") -> str:

@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launcher.engines.settings import read_settings
 from launcher.spec import JobSpec
 from pipeworker.errors import UsageError
 
@@ -93,7 +92,7 @@ class Settings:
     @staticmethod
     def of(spec: JobSpec) -> Settings:
         """Parse the settings of a job."""
-        settings = read_settings(Settings, spec.settings, "kubernetes")
+        settings = spec.settings_as(Settings, "kubernetes")
         if not settings.image:
             raise UsageError("--on kubernetes: no image for the pods; use --set image=IMAGE")
         for name, choices in (("kind", KINDS), ("egress", ("job", "any"))):

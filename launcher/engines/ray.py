@@ -22,7 +22,6 @@ from typing import IO, Any
 import click
 
 from launcher.engines.engine import Carrier, agent_command
-from launcher.engines.settings import read_settings
 from launcher.spec import Host, JobSpec, RemoteAgent, spread
 from pipeworker.environment import timings
 from pipeworker.errors import PipeworkerError, UsageError
@@ -76,7 +75,7 @@ class GroupRequest:
     @staticmethod
     def of(spec: JobSpec) -> GroupRequest:
         """Return what a job asks for."""
-        settings = read_settings(Settings, spec.settings, "ray")
+        settings = spec.settings_as(Settings, "ray")
         address = settings.address or os.environ.get(_ADDRESS) or "auto"
         if address.startswith(_PROXIED):
             raise UsageError(
@@ -158,7 +157,7 @@ class Ray(Carrier):
 
 def _agent_command(spec: JobSpec) -> list[str]:
     """Return the command of an agent; ``python`` stands for the interpreter of Ray's workers."""
-    settings = read_settings(Settings, spec.settings, "ray")
+    settings = spec.settings_as(Settings, "ray")
     return agent_command(spec, CALLER, settings.python or "python")
 
 
