@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
+from pipeworker.coordinator.blueprint import Blueprint
 from pipeworker.coordinator.effects import Dropped, Effect, KeepFacts, Log, MakePlan, WritePlan
 from pipeworker.coordinator.ending import JobEnd, Status
 from pipeworker.coordinator.events import PlanMade
-from pipeworker.coordinator.lifecycle import State
+from pipeworker.coordinator.lifecycle import Lifecycle
 from pipeworker.coordinator.measuring import Measuring, known_facts
 from pipeworker.coordinator.roster import Member
-from pipeworker.coordinator.saving import Saving
+from pipeworker.coordinator.waiting import State
 from pipeworker.errors import ProtocolError, UsageError
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.plan.planned import Planned
@@ -20,15 +21,11 @@ from pipeworker.wire.messages.profile import Measured
 
 
 @dataclass(slots=True)
-class FactFinding(Saving):
+class FactFinding(Lifecycle):
     """A generation that asks its workers for facts; the job keeps them in its progress."""
 
     _measuring: Measuring | None = field(init=False, default=None)
     _measured_since: float = field(init=False, default=0.0)
-
-    def build(self) -> list[Effect]:
-        """Draw the plan, and have the workers build their stages."""
-        raise NotImplementedError
 
     def find_facts(self, now: float) -> list[Effect]:
         """Ask workers for the facts that are missing, or build if there are none."""
@@ -115,6 +112,25 @@ class FactFinding(Saving):
             return self.build()
         except UsageError as error:  # the options do not fit the model
             return self.fail(Failure(Cause.USAGE, str(error)))
+
+    def build(self) -> list[Effect]:
+        """Draw the plan, and have the workers build their stages."""
+        members = self.members
+        described = [m.described for m in members if m.described]
+        planned = self.plan
+        self.blueprint = Blueprint.draw(self.options, described, planned)
+        self.blueprint.check_resumed(self.layers, self.progress.steps)
+        self.placement = self.loop.placement = self.blueprint.placement
+        self.roster.arrange(self.placement)
+        self.await_all(State.BUILDING)
+        notes = described[self.placement.rank_of(0)].notes if self.is_first else ()
+        lacking = [planned.lacking] if planned and planned.lacking else []
+        return [
+            *(Warned(text, note=True) for text in notes),
+            *(Warned(f"the job may run out of memory: {text}") for text in lacking),
+            *map(Log, self.blueprint.summary()),
+            *(self.send(m.peer, self.blueprint.plan(m.hello.rank)) for m in members),
+        ]
 
     def on_measured(self, member: Member, message: Measured, now: float) -> list[Effect]:
         """Add the facts that a worker has measured; continue when all have answered.

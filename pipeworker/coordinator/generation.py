@@ -16,7 +16,7 @@ state. A failure or an interrupt leads from any state to OVER
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -26,23 +26,23 @@ from pipeworker.coordinator.effects import Discard, Dropped, Effect, Log
 from pipeworker.coordinator.ending import JobEnd, Status
 from pipeworker.coordinator.events import CheckpointEnded
 from pipeworker.coordinator.fact_finding import FactFinding
-from pipeworker.coordinator.lifecycle import SAVES, Lifecycle, State
+from pipeworker.coordinator.lifecycle import Lifecycle
 from pipeworker.coordinator.roster import Member
-from pipeworker.coordinator.steps.call_loop import CallLoop, Loop
+from pipeworker.coordinator.steps.call_loop import CallLoop
 from pipeworker.coordinator.steps.loop import Due, FileLoop, common_batch
 from pipeworker.coordinator.store import KeyValueStore
+from pipeworker.coordinator.waiting import SAVES, State
 from pipeworker.errors import AGAIN, ProtocolError, UsageError
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.step import Batch, Evaluation
 from pipeworker.wire.lines import Activity, Joined, Warned
-from pipeworker.wire.messages.checkpoint import Restore, Save, Saved
+from pipeworker.wire.messages.checkpoint import Saved
 from pipeworker.wire.messages.directions import Advance, Finish, FromWorker
 from pipeworker.wire.messages.plan import Described, Ready
 from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Hello, Signalled, Welcome
 from pipeworker.wire.messages.profile import Measured
 from pipeworker.wire.messages.step import (
     Call,
-    EndPass,
     Evaluate,
     EvaluationDone,
     RunStep,
@@ -58,19 +58,11 @@ _MAX_FAILED_SAVES = 1
 
 @dataclass(slots=True)
 class Generation(FactFinding):
-    """One incarnation of a job's workers, and the messages that each of its states accepts.
+    """One incarnation of a job's workers, and the messages that each of its states accepts."""
 
-    The workers begin with the state `restore`, whose layers have the names `layers`.
-    """
-
-    run_dir: str
-    loop: Loop
-    restore: Restore | None = None
-    layers: tuple[str, ...] = ()
     _store: KeyValueStore = field(init=False, default_factory=KeyValueStore)
     _evaluation: Evaluation | None = field(init=False, default=None)
     _pass_failure: Failure | None = field(init=False, default=None)
-    _due: Due = field(init=False, default=Due())
 
     # Events.
 
@@ -112,16 +104,6 @@ class Generation(FactFinding):
         if self.interrupted is not None and (self.stopped.failure or not self.loop.finished):
             return self.over(self.stopped)
         return self._advance(self._due, now)
-
-    def interrupt(self, now: float) -> list[Effect]:
-        """Stop the job at the end of the step; an evaluation pass ends with what has been read."""
-        repeated = self.interrupted is not None
-        effects = Lifecycle.interrupt(self, now)
-        reader = self.roster.members.get(self.placement.rank_of(0))
-        in_pass = self.state is State.EVALUATING and isinstance(self.loop, FileLoop)
-        if repeated or not in_pass or reader is None:
-            return effects
-        return [*effects, self.send(reader.peer, EndPass(self._step))]
 
     @property
     def activity(self) -> Activity:
@@ -170,24 +152,6 @@ class Generation(FactFinding):
             return self.fail(Failure(Cause.USAGE, mismatch))
         return self.find_facts(now)
 
-    def build(self) -> list[Effect]:
-        members = self.members
-        described = [m.described for m in members if m.described]
-        planned = self.plan
-        self.blueprint = Blueprint.draw(self.options, described, planned)
-        self.blueprint.check_resumed(self.layers, self.progress.steps)
-        self.placement = self.loop.placement = self.blueprint.placement
-        self.roster.arrange(self.placement)
-        self.await_all(State.BUILDING)
-        notes = described[self.placement.rank_of(0)].notes if self._is_first else ()
-        lacking = [planned.lacking] if planned and planned.lacking else []
-        return [
-            *(Warned(text, note=True) for text in notes),
-            *(Warned(f"the job may run out of memory: {text}") for text in lacking),
-            *map(Log, self.blueprint.summary()),
-            *(self.send(m.peer, self.blueprint.plan(m.hello.rank)) for m in members),
-        ]
-
     def _on_ready(self, member: Member, message: Ready, now: float) -> list[Effect]:
         assert self.blueprint
         self._check_batch(message.batch)
@@ -203,7 +167,7 @@ class Generation(FactFinding):
         if left_out := sum(ready.unmatched for _, ready in workers):
             text = f"--no-init-strict: {left_out} names of the model or of --init-from are left out"
             effects.append(Warned(f"{text}; the workers' logs list them"))
-        if self._is_first:
+        if self.is_first:
             shared = report.shared_accelerators(workers, self.placement.names)
             effects += [Warned(shared)] if shared else []
         is_best = self.progress.lacks_best  # the earlier workers had not written it
@@ -308,7 +272,7 @@ class Generation(FactFinding):
         waits = rewrites or full or self.save_blocks
         blocks = stops or self.loop.finished or (save_due and waits)
         if due.must_save or (blocks and not complete):
-            return self._save(due, now)
+            return self.save(due, now)
         command = self.loop.next(now)
         match command:
             case Finish():
@@ -323,7 +287,7 @@ class Generation(FactFinding):
                 self.await_all(State.EVALUATING)
             case Wait():
                 self.await_all(State.CALLING)
-        return self._send_all([Advance(command, due.update)] * self.placement.ranks, due.effects)
+        return self.send_all([Advance(command, due.update)] * self.placement.ranks, due.effects)
 
     def _run(self, run: RunStep, due: Due, now: float, *, save: bool) -> list[Effect]:
         """Run a mini-batch; between two steps the state may be copied, and saved, meanwhile."""
@@ -331,7 +295,7 @@ class Generation(FactFinding):
         self._step = run.step
         self.await_all(State.STEPPING)
         effects = [*due.effects]
-        if self._is_first and not self.blueprint.has_run:
+        if self.is_first and not self.blueprint.has_run:
             ready = [member.ready for member in self.members if member.ready]
             effects += report.small_batches(run.batch, ready, self.options)
         copy = self.begin_copy(now, save=save) if due.can_save else None
@@ -341,45 +305,9 @@ class Generation(FactFinding):
         size = self.blueprint.row_bytes(run.batch)
         if self.options.trace or self.progress.sampling.takes(size, now):
             run = replace(run, recorded=True)
-        return self._send_all(self.blueprint.run_messages(run, due.update, copy), effects)
-
-    def _send_all(self, messages: Sequence[Advance], effects: Sequence[Effect]) -> list[Effect]:
-        """Send each worker its message: first to stage 0, then perform `effects`, then the others.
-
-        Stage 0 begins at once; the other workers have time until its first activation arrives. A
-        message that is the same object for all is encoded once.
-        """
-        pairs = zip(self.members, messages, strict=True)
-        sends = [self.send(member.peer, message) for member, message in pairs]
-        firsts = self.placement.ranks_of(0)
-        others = [send for rank, send in enumerate(sends) if rank not in firsts]
-        return [*(sends[rank] for rank in firsts), *effects, *others]
-
-    @property
-    def _is_first(self) -> bool:
-        """Whether no generation came before, in this process or an earlier one of the run."""
-        return self.progress.attempts <= 1 and not self.progress.recorded
+        return self.send_all(self.blueprint.run_messages(run, due.update, copy), effects)
 
     # Checkpoints.
-
-    def _save(self, due: Due, now: float) -> list[Effect]:
-        """Save a checkpoint of this step, and wait until it is complete.
-
-        If workers that are lost now have written it, only wait.
-        """
-        self._step, self._due = self.progress.steps, Due()
-        if self.snapshots.is_completing(self._step):
-            self.state, self._due = State.COMMITTING, replace(due, effects=())
-            return list(due.effects)
-        slot = self.snapshots.blocking_slot()
-        self.begin_write(slot, now)
-        self.await_all(State.SAVING)
-        self.awaited = set(range(self.writers))
-        save = Advance(Save(self._step, slot, self.progress.evaluation_due), due.update)
-        return self._send_all([save] * self.placement.ranks, due.effects)
-
-    def save_last(self) -> list[Effect]:
-        return [] if self.state in SAVES else self._save(Due(), self.progress.saved_at)
 
     def _save_failed(self, step: int, text: str, now: float) -> list[Effect]:
         """Retry a checkpoint that failed if training waits for it; end the job after the second."""
@@ -394,7 +322,7 @@ class Generation(FactFinding):
         more = "retrying" if blocks else "training continues until the next one"
         effects.append(Warned(f"the checkpoint of step {step} failed: {text}; {more}"))
         if blocks:
-            return [*effects, *self._save(self._due, now)]
+            return [*effects, *self.save(self._due, now)]
         self.progress.evaluations.lose([step])
         return effects
 

@@ -17,16 +17,12 @@ from pipeworker.coordinator.effects import Discard, Dropped, Effect, Log, Send
 from pipeworker.coordinator.ending import JobEnd, Lost, Status
 from pipeworker.coordinator.events import Event, MessageReceived
 from pipeworker.coordinator.generation import Generation
-from pipeworker.coordinator.lifecycle import BEFORE_STEPS, State
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.report import describe, with_location
 from pipeworker.coordinator.restart_policy import ElasticPolicy, RestartPolicy
-from pipeworker.coordinator.steps.call_loop import CallLoop
-from pipeworker.coordinator.steps.evaluations import Evaluations
-from pipeworker.coordinator.steps.loop import FileLoop
 from pipeworker.coordinator.steps.progress import Progress, Start
 from pipeworker.coordinator.steps.snapshots import JobState, Snapshots, snapshot_line
-from pipeworker.facts.criterion import Criterion
+from pipeworker.coordinator.waiting import BEFORE_STEPS, State
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.job.options import Options
 from pipeworker.plan.placement import Placement
@@ -89,21 +85,7 @@ class Job:
         self._restarts = RestartPolicy(limit, list(start.causes))
         scaler = LossScaler() if options.precision == "fp16" else None
         self._initial, self._layers = JobState(0, scaler), start.layers
-        evaluations = Evaluations(Criterion.parse(options.best))
-        self.progress = Progress(
-            saved_at=started,
-            has_run=bool(start.causes) and start.recorded > options.resume_step,
-            recorded=start.recorded,
-            saved=start.saved,
-            evaluations=evaluations,
-            facts=start.facts,
-            seeks_facts=options.is_planned and start.facts is None,
-            known_facts=start.known,
-        )
-        for evaluation in start.evaluations:
-            self.progress.evaluated = max(evaluation.step, self.progress.evaluated)
-            evaluations.add(evaluation)
-        evaluations.keep_only(start.checkpoints)
+        self.progress = Progress.after(start, options, started)
         slots = SLOTS if replaceable and options.max_restarts else 1
         self.snapshots = Snapshots(slots, options.snapshot_every, cores)
         self.snapshots.last = start.snapshot
@@ -399,20 +381,14 @@ class Job:
 
     def _begin(self, number: int, now: float) -> Generation:
         self.progress.attempts += 1
-        newest, options = self.snapshots.newest, self._current_options
-        placement = options.placement
-        loop = CallLoop if options.own_loop else FileLoop
         return Generation(
             number=number,
-            options=options,
+            options=self._current_options,
             run_dir=self._run_dir,
-            placement=placement,
             timings=self._timings,
-            loop=loop(options, placement, self.progress),
             progress=self.progress,
             started=now,
             snapshots=self.snapshots,
-            restore=newest[1] if newest else None,
             layers=self._layers,
             launched=self._launched,
         )

@@ -1,4 +1,4 @@
-"""The lifecycle of a generation: its members, its waiting, and its end. Pure.
+"""The lifecycle of a generation: its members, their silence, and its end. Pure.
 
 A failure or an interrupt leads from any state to OVER. The first cause is kept: a secondary
 failure, as a closed connection that a neighbour reports, becomes the cause only if no other arrives
@@ -8,71 +8,33 @@ in time.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
 from pipeworker.coordinator import report
-from pipeworker.coordinator.blueprint import Blueprint
-from pipeworker.coordinator.effects import Dropped, Effect, Log, Send
+from pipeworker.coordinator.effects import Dropped, Effect, Log
 from pipeworker.coordinator.ending import INTERRUPTED, End, FirstCause, JobEnd, Lost, Status
-from pipeworker.coordinator.roster import Member, Roster
-from pipeworker.coordinator.steps.progress import Progress
-from pipeworker.coordinator.steps.snapshots import Snapshots
+from pipeworker.coordinator.roster import Member
+from pipeworker.coordinator.waiting import BEFORE_STEPS, SAVES, State, Waiting
 from pipeworker.errors import UsageError
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase
-from pipeworker.job.options import Options
-from pipeworker.plan.placement import Placement
-from pipeworker.timings import Timings
 from pipeworker.wire.lines import CannotStart, HostLost, Warned, WorkerExited
-from pipeworker.wire.messages.directions import Advance, Finish, ToWorker
+from pipeworker.wire.messages.directions import Advance, Finish
 from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Signalled
+from pipeworker.wire.messages.step import EndPass
 
 _COMPILING_INTERVAL = 20.0
 """Seconds between two notes that a layer is being compiled."""
 _SAVE_SIGNAL = "SIGUSR1"
 """The signal that clusters send before they take a node away."""
-
-
-class State(Enum):
-    """The event that a generation waits for.
-
-    Attributes:
-        awaited_message: the name of the message that every awaited rank sends, or "".
-        reason: the reason to wait, for logs and messages.
-    """
-
-    def __init__(self, awaited_message: str, reason: str) -> None:
-        self.awaited_message, self.reason = awaited_message, reason
-
-    JOINING = "Described", "the plan needs every worker's description of the model"
-    MEASURING = "Measured", "the plan needs the facts of all layers"
-    PLANNING = "", "the plan is being made"
-    BUILDING = "Ready", "no step begins before every stage is built and connected"
-    STEPPING = "StepDone", "an update happens on all stages or on none"
-    EVALUATING = "EvaluationDone", "the next step begins after all stages have evaluated"
-    CALLING = "Call", "every rank makes the same calls"
-    SAVING = "Saved", "a checkpoint is complete or absent"
-    COMMITTING = "", "the checkpoint is being completed"
-    OVER = "", "the generation has ended"
-
-
-SAVES = (State.SAVING, State.COMMITTING)
-"""States in which the job waits for a checkpoint."""
 _LOSSES = (Cause.LOST, Cause.HUNG, Cause.PEER, Cause.SNAPSHOT, Cause.TRANSIENT)
 """Causes that need not occur again."""
-BEFORE_STEPS = (State.JOINING, State.MEASURING, State.PLANNING, State.BUILDING)
-"""States in which no step has begun."""
 
 
 @dataclass(slots=True)
-class Lifecycle:
+class Lifecycle(Waiting):
     """The part of a generation that watches its workers and ends it.
 
     Attributes:
-        options: those of the job, with the number of workers of this generation.
-        launched: whether a launcher started the workers. A worker that is ended by a signal is then
-            lost; otherwise the job is interrupted.
-        awaited: the ranks that it still waits for.
         abort: the message sent to workers at its end, unless the job was done.
         interrupted: the time at which the user asked to stop, if so.
         stopped: the end of the job once the interrupt takes effect.
@@ -80,60 +42,20 @@ class Lifecycle:
         last_state: the state in which it ended.
     """
 
-    number: int
-    options: Options
-    placement: Placement
-    timings: Timings
-    progress: Progress
-    started: float
-    snapshots: Snapshots
-    launched: bool
-    state: State = field(default=State.JOINING, init=False)
     end: End | None = field(default=None, init=False)
     abort: Abort | None = field(default=None, init=False)
     interrupted: float | None = field(default=None, init=False)
     stopped: JobEnd = field(default=INTERRUPTED, init=False)
     last_end: JobEnd | None = field(default=None, init=False)
     last_state: State = field(default=State.JOINING, init=False)
-    blueprint: Blueprint | None = field(default=None, init=False)
-    roster: Roster = field(init=False)
     _cause: FirstCause = field(init=False)
-    awaited: set[int] = field(init=False)
     _next_note: float = field(default=0.0, init=False)
     _ending_since: float | None = field(default=None, init=False)
     _stays: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        limit = self.options.worker_timeout
-        self.roster = Roster(self.placement, self.started, self.timings, limit)
+        Waiting.__post_init__(self)
         self._cause = FirstCause(self.roster)
-        self.await_all(State.JOINING)
-
-    @property
-    def waiting(self) -> str:
-        """The message and the ranks that it waits for, and the reason, for logs and messages."""
-        message, reason = self.state.awaited_message, self.state.reason
-        ranks = f" of rank {', '.join(map(str, sorted(self.awaited)))}" if self.awaited else ""
-        return f"waiting for {message}{ranks}: {reason}" if message else reason
-
-    @property
-    def members(self) -> list[Member]:
-        """The workers that have joined, by rank."""
-        return list(self.roster.members.values())
-
-    def await_all(self, state: State) -> None:
-        self.state = state
-        self.awaited = set(range(self.placement.ranks))
-
-    def is_last(self, rank: int) -> bool:
-        """Count a rank's message; return whether it was the last one awaited."""
-        if rank not in self.awaited:
-            return False  # a repeated message counts once
-        self.awaited.discard(rank)
-        return not self.awaited
-
-    def send(self, peer: bytes, message: ToWorker) -> Send:
-        return Send(peer, message, self.number)
 
     # Events.
 
@@ -161,14 +83,21 @@ class Lifecycle:
         return self.over(Lost(Failure(Cause.LOST, report.text, rank, stage=", ".join(names))))
 
     def interrupt(self, now: float) -> list[Effect]:
-        """Stop the job at the end of the step, or at once if no step has begun."""
+        """Stop the job at the end of the step, or at once if no step has begun.
+
+        An evaluation pass of a job file ends with what has been read.
+        """
         if self.interrupted is not None:
             return []
         self.interrupted = now
         unsaved = self.progress.has_unsaved(self.progress.steps)
         if self.options.evaluate_only or (self.state in BEFORE_STEPS and not unsaved):
             return self.over(self.stopped)
-        return [Log(f"interrupted: stopping at the end of the step, {self.waiting}")]
+        effects: list[Effect] = []
+        if self.state is State.EVALUATING and not self.options.own_loop:
+            reader = self.roster.members[self.placement.rank_of(0)]
+            effects.append(self.send(reader.peer, EndPass(self._step)))
+        return [*effects, Log(f"interrupted: stopping at the end of the step, {self.waiting}")]
 
     def tick(self, now: float, suspended: float = 0.0) -> list[Effect]:
         """Act on timeouts; the seconds for which the coordinator was suspended count for none."""
@@ -332,10 +261,6 @@ class Lifecycle:
         if self.state in SAVES and failure is not None and failure.rank in self.awaited:
             return False  # it has failed in its part of the checkpoint
         return progress.has_unsaved(progress.steps) and not progress.failed_saves
-
-    def save_last(self) -> list[Effect]:
-        """Begin to write the last checkpoint of a user's own loop, unless one is being written."""
-        raise NotImplementedError
 
     def over(self, end: End) -> list[Effect]:
         """End the generation, and its workers; a user's own loop may first write a checkpoint."""

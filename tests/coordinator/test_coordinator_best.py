@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from pipeworker.coordinator.effects import Commit
-from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.steps.evaluations import Evaluations
 from pipeworker.coordinator.steps.progress import Start
 from pipeworker.coordinator.steps.snapshots import JobState
+from pipeworker.coordinator.waiting import State
 from pipeworker.facts.criterion import Criterion
 from pipeworker.facts.step import Evaluation
 from pipeworker.wire.messages.checkpoint import Copy, Restore

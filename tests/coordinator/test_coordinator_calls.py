@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from pipeworker.coordinator.effects import Commit, Dropped, Send
-from pipeworker.coordinator.lifecycle import State
+from pipeworker.coordinator.waiting import State
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.wire.lines import Planned

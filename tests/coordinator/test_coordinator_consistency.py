@@ -7,7 +7,7 @@ import pytest
 
 from pipeworker.coordinator.effects import Send
 from pipeworker.coordinator.events import MessageReceived, VersionMismatch
-from pipeworker.coordinator.lifecycle import State
+from pipeworker.coordinator.waiting import State
 from pipeworker.errors import ProtocolError
 from pipeworker.wire import codec
 from pipeworker.wire.messages.plan import Described, Source

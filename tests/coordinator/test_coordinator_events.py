@@ -32,7 +32,7 @@ from coordinator.lives import (
 )
 from coordinator.world import World
 from pipeworker.coordinator.effects import Commit
-from pipeworker.coordinator.lifecycle import State
+from pipeworker.coordinator.waiting import State
 from pipeworker.facts.failure import Cause
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.plan.orders import ORDERS

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeworker.coordinator.lifecycle import State
+from pipeworker.coordinator.waiting import State
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
 from pipeworker.wire.lines import Restart, Warned

@@ -9,10 +9,10 @@ import pytest
 from pipeworker.coordinator.effects import Log
 from pipeworker.coordinator.ending import JobEnd, Lost
 from pipeworker.coordinator.events import Disconnected
-from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.roster import JOIN_FACTOR
 from pipeworker.coordinator.steps.progress import Start
 from pipeworker.coordinator.steps.snapshots import JobState
+from pipeworker.coordinator.waiting import State
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
 from pipeworker.timings import STALL_FACTOR

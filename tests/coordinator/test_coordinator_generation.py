@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from pipeworker.coordinator.effects import Dropped, Send
 from pipeworker.coordinator.generation import Generation
-from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.steps.progress import Start
+from pipeworker.coordinator.waiting import State
 from pipeworker.errors import AGAIN
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.layer_facts import LayerFacts, NetworkFacts

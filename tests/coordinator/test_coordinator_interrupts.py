@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pipeworker.coordinator.effects import Send
-from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.steps.progress import Start
 from pipeworker.coordinator.steps.snapshots import JobState
+from pipeworker.coordinator.waiting import State
 from pipeworker.facts.position import Phase, Position
 from pipeworker.wire.lines import Restart, Verdict
 from pipeworker.wire.messages.checkpoint import Restore, Save

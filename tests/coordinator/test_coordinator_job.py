@@ -15,7 +15,7 @@ from pipeworker.coordinator.events import (
     MessageReceived,
     ParentLost,
 )
-from pipeworker.coordinator.lifecycle import State
+from pipeworker.coordinator.waiting import State
 from pipeworker.errors import AGAIN
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.step import StepResult

@@ -10,9 +10,9 @@ import pytest
 
 from pipeworker.coordinator import blueprint
 from pipeworker.coordinator.effects import Send
-from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.steps.loop import LONG_PASS, FileLoop
 from pipeworker.coordinator.steps.progress import Progress
+from pipeworker.coordinator.waiting import State
 from pipeworker.facts.failure import Cause
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.job.options import Options

@@ -9,9 +9,9 @@ import pytest
 
 from pipeworker.coordinator.effects import Dropped, Effect, Send
 from pipeworker.coordinator.events import MessageReceived
-from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.restart_policy import WINDOW
 from pipeworker.coordinator.roster import JOIN_FACTOR
+from pipeworker.coordinator.waiting import State
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
 from pipeworker.plan.actions import format_actions

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from pipeworker.coordinator.effects import KeepFacts, Log, WritePlan
-from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.measuring import Measuring, deal
 from pipeworker.coordinator.steps.progress import Start
+from pipeworker.coordinator.waiting import State
 from pipeworker.facts.failure import Cause
 from pipeworker.facts.layer_facts import LayerFacts, LayerSkip, NetworkFacts
 from pipeworker.facts.outline import LayerKind, Machine, Outline

@@ -9,9 +9,9 @@ import pytest
 
 from pipeworker.coordinator.effects import Dropped, MakePlan, WritePlan
 from pipeworker.coordinator.events import PlanMade
-from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.service import make_plan
 from pipeworker.coordinator.steps.progress import Start
+from pipeworker.coordinator.waiting import State
 from pipeworker.facts.failure import Cause
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.wire.lines import Planned, Warned

@@ -9,10 +9,10 @@ import pytest
 
 from pipeworker.coordinator.effects import Discard, Dropped, Effect, Send
 from pipeworker.coordinator.events import Moved
-from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.steps.progress import Start
 from pipeworker.coordinator.steps.snapshots import JobState
+from pipeworker.coordinator.waiting import State
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
 from pipeworker.facts.step import Evaluation, StepResult

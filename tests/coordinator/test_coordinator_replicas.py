@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeworker.coordinator.effects import Commit, WritePlan
-from pipeworker.coordinator.lifecycle import State
+from pipeworker.coordinator.waiting import State
 from pipeworker.facts.failure import Cause
 from pipeworker.facts.step import Batch, StepResult
 from pipeworker.plan.text import parse

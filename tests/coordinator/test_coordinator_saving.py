@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pipeworker.coordinator.effects import Commit, Dropped, Log, Send
-from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.loss_scaler import LossScaler
+from pipeworker.coordinator.waiting import State
 from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.wire.messages.checkpoint import Copy, Save, Saved

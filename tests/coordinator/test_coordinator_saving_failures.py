@@ -6,7 +6,7 @@ import pytest
 
 from pipeworker.coordinator.effects import Commit, Discard, Dropped, Effect, Send
 from pipeworker.coordinator.events import CheckpointEnded
-from pipeworker.coordinator.lifecycle import State
+from pipeworker.coordinator.waiting import State
 from pipeworker.facts.failure import Cause
 from pipeworker.wire.lines import Warned
 from pipeworker.wire.messages.checkpoint import Copy, Save, Saved

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeworker.coordinator.lifecycle import State
+from pipeworker.coordinator.waiting import State
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.wire.lines import Restart, Verdict
 from pipeworker.wire.messages.checkpoint import Copy, Save

@@ -6,8 +6,8 @@ import pytest
 
 from pipeworker.coordinator.effects import Send
 from pipeworker.coordinator.events import ParentReads
-from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.steps.snapshots import BUDGET, LACKED_MEMORY, JobState, Snapshots
+from pipeworker.coordinator.waiting import State
 from pipeworker.wire.lines import Snapshot, Warned
 from pipeworker.wire.messages.checkpoint import Copy, Restore, Save, Saved
 from pipeworker.wire.messages.directions import Advance

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from pipeworker.coordinator.effects import Commit, Log, Send
-from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.steps.progress import Start
 from pipeworker.coordinator.steps.snapshots import JobState
+from pipeworker.coordinator.waiting import State
 from pipeworker.facts.failure import Cause
 from pipeworker.facts.step import Evaluation
 from pipeworker.wire.lines import HostLost, Snapshot, Warned

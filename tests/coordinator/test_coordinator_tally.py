@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.coordinator.effects import Send
-from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.loss_scaler import LossScaler
+from pipeworker.coordinator.waiting import State
 from pipeworker.errors import ProtocolError
 from pipeworker.exact_sum import partials
 from pipeworker.facts.position import Phase, Position

@@ -13,8 +13,8 @@ import msgpack
 import pytest
 
 from pipeworker.coordinator.events import InvalidFrame
-from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.store import KeyValueStore
+from pipeworker.coordinator.waiting import State
 from pipeworker.errors import ProtocolError
 from pipeworker.facts.layer_facts import LayerFacts
 from pipeworker.facts.limits import LONGEST_TEXT, LONGEST_VALUE, MOST_KEYS, MOST_MICROBATCHES

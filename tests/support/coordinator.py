@@ -13,10 +13,10 @@ from pipeworker.coordinator.events import (
     Tick,
 )
 from pipeworker.coordinator.job import Job
-from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.service import make_plan
 from pipeworker.coordinator.steps.progress import Start
+from pipeworker.coordinator.waiting import State
 from pipeworker.errors import AGAIN
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.outline import LayerKind, Machine, Outline

@@ -14,6 +14,7 @@ from pipeworker.facts.criterion import Criterion
 from pipeworker.facts.layer_facts import LayerFacts, NetworkFacts
 from pipeworker.facts.speed import Speed
 from pipeworker.facts.step import Evaluation, StepResult
+from pipeworker.job.options import Options
 from pipeworker.plan.planned import Planned
 from pipeworker.trace.sampling import Sampling
 from pipeworker.wire.messages.checkpoint import Restore
@@ -104,6 +105,25 @@ class Progress:
     _busy_seconds: tuple[float, ...] = ()  # by worker, since their number last changed
     _step_seconds: float = 0.0  # of the same steps
     _meter: SpeedMeter = field(default_factory=SpeedMeter)
+
+    @staticmethod
+    def after(start: Start, options: Options, now: float) -> Progress:
+        """Return the progress of a job that another process began."""
+        evaluations = Evaluations(Criterion.parse(options.best))
+        for evaluation in start.evaluations:
+            evaluations.add(evaluation)
+        evaluations.keep_only(start.checkpoints)
+        return Progress(
+            saved_at=now,
+            has_run=bool(start.causes) and start.recorded > options.resume_step,
+            recorded=start.recorded,
+            evaluated=max((one.step for one in start.evaluations), default=-1),
+            saved=start.saved,
+            evaluations=evaluations,
+            facts=start.facts,
+            seeks_facts=options.is_planned and start.facts is None,
+            known_facts=start.known,
+        )
 
     @property
     def started(self) -> bool:
