@@ -365,7 +365,9 @@ def default_stages(replicas: int) -> int:
     Raises:
         UsageError: this host has none.
     """
-    code = "import torch; print(torch.accelerator.device_count())"
+    # A user's module in the current folder must not be imported in place of torch's.
+    code = "import sys; sys.path[:1] == [''] and sys.path.pop(0); import torch; "
+    code += "print(torch.accelerator.device_count())"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     count = int(answer.stdout or 0)
     if not count:

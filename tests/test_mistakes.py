@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 import cli
+from launcher.local import default_stages
 from pipeworker.errors import UsageError
 from pipeworker.job import file as job_file
 from pipeworker.runs.begin import RunRequest
@@ -190,6 +191,15 @@ def test_stages_are_required_without_accelerators(
     result = launch(tmp_path, str(tmp_path / "job.py"))
     assert result.exit_code == 2
     assert "--stages: this host has no accelerator; specify the number of stages" in result.output
+
+
+def test_accelerators_are_not_counted_by_a_module_beside_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text("class accelerator: device_count = lambda: 1234\n")
+    monkeypatch.chdir(tmp_path)
+    with suppress(UsageError):  # this host may have none
+        assert default_stages(1) < 1234
 
 
 # The names of a job file, one by one.
