@@ -224,7 +224,7 @@ class Launch:
         job_file, run_dir = self._options.job_file, self._run_dir
         found = {name: version or "" for name, version in versions().items()}
         digests = {"job": file_digest(Path(job_file)), "run": file_digest(run_dir.run)}
-        own = lines.AgentHello(host="", **found, **digests)
+        own = lines.AgentHello(**found, **digests)
         if str(run_dir.path) != self._first_path:  # the agent looked where it was at the start
             line = replace(line, run=own.run)
         problem = host_problem(remote, line, own, job_file, str(run_dir.path))

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from typing_extensions import assert_never
 
-from pipeworker.environment import facts, timings
+from pipeworker.environment import timings, versions
 from pipeworker.host.data_readers import DataReaders, ReaderLink, ReadingClock
 from pipeworker.host.descriptors import check_available, check_tasks, raise_limit
 from pipeworker.host.lifetime import die_with_parent, is_parent_stopped, kill_group
@@ -278,16 +278,10 @@ def _agent_hello(job: str, run: str, variable: str) -> AgentHello:
     `job` and `run` are the paths of the job file and ``run.json``; the environment's `variable`
     begins with the launcher's address.
     """
-    versions = facts()["versions"]
+    found = {name: version or "" for name, version in versions().items()}
     address = "".join(os.environ.get(variable, "").split()[:1])
     return AgentHello(
-        versions["pipeworker"],
-        versions["python"],
-        versions["torch"] or "",
-        socket.gethostname(),
-        address,
-        file_digest(Path(job)),
-        file_digest(Path(run)),
+        **found, caller=address, job=file_digest(Path(job)), run=file_digest(Path(run))
     )
 
 

@@ -143,8 +143,7 @@ class Waiting:
     reason: str = ""
 
 
-_FromHosts = WorkerExited | CannotStart | HostLost | Starting | Waiting
-JobEvent = _FromHosts | Interrupt | SaveRequest
+JobEvent = WorkerExited | CannotStart | HostLost | Starting | Waiting | Interrupt | SaveRequest
 ToCoordinator = Configuration | JobEvent | KeepAlive
 
 
@@ -305,7 +304,6 @@ class AgentHello:
     pipeworker: str
     python: str
     torch: str
-    host: str
     caller: str = ""
     job: str = ""
     run: str = ""
@@ -320,17 +318,8 @@ class Forked:
     pid: int
 
 
-FromAgent = (
-    AgentHello
-    | Starting
-    | Waiting
-    | Forked
-    | WorkerExited
-    | CannotStart
-    | Interrupt
-    | SaveRequest
-    | KeepAlive
-)
+_OfWorkers = Forked | WorkerExited | CannotStart
+FromAgent = AgentHello | Starting | Waiting | _OfWorkers | Interrupt | SaveRequest | KeepAlive
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,11 +349,7 @@ def encode(event: Line) -> bytes:
 
 
 def decode(line: bytes) -> Line:
-    """Return the event of a line.
-
-    Raises:
-        ProtocolError: the line is not an event.
-    """
+    """Return the event of a line, or raise ProtocolError if it is none."""
     try:
         name, fields = json.loads(line.decode())  # of bytes, json guesses the encoding
     except (ValueError, TypeError, RecursionError) as error:
@@ -395,11 +380,7 @@ class Buffer(Generic[E]):
         self.skipped: list[str] = []
 
     def feed(self, data: bytes) -> list[E]:
-        """Return the events that are complete now.
-
-        Raises:
-            ProtocolError: a line is not an event, or not one that may arrive here.
-        """
+        """Return the events that are complete now, or raise ProtocolError if one may not arrive."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         events: list[Any] = []
         for line in lines:

@@ -12,7 +12,7 @@ from launcher.supervisor.events import CheckedHello
 from pipeworker.wire.lines import AgentHello, Forked, KeepAlive, Starting
 
 REMOTE = RemoteAgent(Host("b", 1), ("ssh", "b"), "share its folder, or send it with --sync")
-HELLO = AgentHello("1", "3.11.7", "2", "b", "10.0.0.1", "j", "r")
+HELLO = AgentHello("1", "3.11.7", "2", "10.0.0.1", "j", "r")
 
 
 def test_a_message_restarts_the_silence_timeout() -> None:
