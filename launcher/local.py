@@ -88,12 +88,7 @@ class AgentProcess:
 class Launch:
     """A job from its first process to its verdict, shown to the user."""
 
-    def __init__(
-        self,
-        prepared: PreparedRun,
-        agents: Sequence[RemoteAgent],
-        view: Style,
-    ) -> None:
+    def __init__(self, prepared: PreparedRun, agents: Sequence[RemoteAgent], view: Style) -> None:
         self._options, self._run_dir, self._remote = prepared.options, prepared.run_dir, agents
         self._warnings = prepared.warnings
         self._timings = timings()

@@ -99,11 +99,7 @@ def _parameters() -> list[click.Parameter]:
         Option("--json as_json", "Print one JSON object.", is_flag=True),
         Option("--svg", "Write a picture of a step.", PATH, metavar="FILE"),
         Option("--html", "Write a page with the picture and all figures.", PATH, metavar="FILE"),
-        Option(
-            "--fit",
-            "Print how many micro-batches fit, and on how few stages.",
-            is_flag=True,
-        ),
+        Option("--fit", "Print how many micro-batches fit, and on how few stages.", is_flag=True),
     )
     for form in forms:
         form.group, form.once, form.allow_from_autoenv = "Plan", True, False
@@ -117,9 +113,7 @@ def _parameters() -> list[click.Parameter]:
 
 
 @click.command(
-    cls=PlanCommand,
-    params=_parameters(),
-    context_settings={"auto_envvar_prefix": "PIPEWORKER"},
+    cls=PlanCommand, params=_parameters(), context_settings={"auto_envvar_prefix": "PIPEWORKER"}
 )
 def plan(
     *,

@@ -164,11 +164,7 @@ def _config_map(spec: JobSpec, settings: Settings) -> Object:
 
 def _service(settings: Settings) -> Object:
     """Return the object that names the pods before they are ready; they meet at the first one."""
-    spec = {
-        "clusterIP": "None",
-        "publishNotReadyAddresses": True,
-        "selector": settings.labels,
-    }
+    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": settings.labels}
     return _object("v1", "Service", settings, spec=spec)
 
 
@@ -188,11 +184,7 @@ def _network_policy(settings: Settings) -> Object:
 
 def _job(spec: JobSpec, settings: Settings, pod: Object) -> Object:
     """Return an indexed Job: each pod is restarted by itself, and the pods meet again."""
-    rules = [
-        _disrupted("Ignore"),
-        _exited("FailJob", _USER_ERRORS),
-        _exited("Ignore", _TERMINATED),
-    ]
+    rules = [_disrupted("Ignore"), _exited("FailJob", _USER_ERRORS), _exited("Ignore", _TERMINATED)]
     content = {
         **_indexed(spec),
         "backoffLimitPerIndex": settings.retries,

@@ -45,7 +45,7 @@ from pipeworker.record.metrics import rows
 from pipeworker.record.plan_file import PlanFile
 from pipeworker.record.rundir import Request, RunDir
 from pipeworker.wire import lines, sockets
-from pipeworker.wire.lines import Configuration
+from pipeworker.wire.lines import Activity, Configuration, Joined, Planned, Restart, Snapshot
 from pipeworker.wire.messages.checkpoint import Restore
 
 _WATCHED, _LOOK = 5.0, 0.5
@@ -83,12 +83,7 @@ class Service:
         )
         self._disk, self._planner = ResultThread("disk"), ResultThread("planner")
         self._files = RunFiles(
-            self._run_dir,
-            self._options,
-            descriptors,
-            parent,
-            self._disk,
-            self._handle,
+            self._run_dir, self._options, descriptors, parent, self._disk, self._handle
         )
         self._workers = WorkerConnections(
             socket, self._handle, lambda: self._job.generation.number, self._timings.redial
@@ -230,9 +225,7 @@ class Service:
                 log.info("%s", effect.text)
             case effects.Dropped():
                 self._workers.log_dropped(effect.text)
-            case lines.Joined() | lines.Planned() | lines.Restart():
-                self._parent.send(effect)
-            case lines.Snapshot() | lines.Activity():
+            case Joined() | Planned() | Restart() | Snapshot() | Activity():
                 self._parent.send(effect)
             case lines.Warned():
                 self._files.warn(effect.text, note=effect.note)

@@ -26,11 +26,7 @@ class Tracker:
         _RECORD.pack_into(self._memory, 0, phase, step, microbatch, layer, 0)
 
     def wait(
-        self,
-        step: int = -1,
-        microbatch: int = -1,
-        layer: int = -1,
-        phase: Phase = Phase.WAITING,
+        self, step: int = -1, microbatch: int = -1, layer: int = -1, phase: Phase = Phase.WAITING
     ) -> None:
         """Record a position at which the worker may wait for other processes."""
         _RECORD.pack_into(self._memory, 0, phase, step, microbatch, layer, 1)

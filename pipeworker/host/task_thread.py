@@ -28,10 +28,7 @@ class TaskThread:
     """
 
     def __init__(
-        self,
-        name: str,
-        failed: Callable[[BaseException], None] | None = None,
-        niceness: int = 0,
+        self, name: str, failed: Callable[[BaseException], None] | None = None, niceness: int = 0
     ) -> None:
         self._failed, self._niceness = failed, niceness
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()

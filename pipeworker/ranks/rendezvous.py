@@ -101,11 +101,7 @@ class PeerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def rendezvous(
-    info: RankInfo,
-    name: str,
-    begin: BeginRun,
-    listen: Listen,
-    given: Mapping[str, str] = _NOTHING,
+    info: RankInfo, name: str, begin: BeginRun, listen: Listen, given: Mapping[str, str] = _NOTHING
 ) -> RendezvousResult:
     """Start the coordinator on rank 0, and learn on the other ranks where it listens.
 
