@@ -9,7 +9,7 @@ from pipeworker.coordinator.effects import Dropped, Effect, KeepFacts, Log, Make
 from pipeworker.coordinator.ending import JobEnd, Status
 from pipeworker.coordinator.events import PlanMade
 from pipeworker.coordinator.lifecycle import Lifecycle
-from pipeworker.coordinator.measuring import Measuring, known_facts
+from pipeworker.coordinator.measuring import Measuring
 from pipeworker.coordinator.roster import Member
 from pipeworker.coordinator.waiting import State
 from pipeworker.errors import ProtocolError, UsageError
@@ -66,7 +66,7 @@ class FactFinding(Lifecycle):
             machines,
             [member.hello.host for member in self.members],
             outline,
-            known_facts(progress.known_facts, outline),
+            dict(progress.known_facts),
             self.options.no_profile,
             self.snapshots.slots,
             tuple(sorted(set.intersection(*({*one.frozen} for one in described)))),

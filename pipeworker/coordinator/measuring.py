@@ -9,7 +9,7 @@ cannot be measured on a made-up input.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from pipeworker.facts.connections import SharedBuffer
@@ -37,7 +37,7 @@ class Measuring:
         machines: what each rank computes on.
         hosts: the host of each rank.
         outline: the outline of the network; None if it could not be drawn on fake tensors.
-        known: facts of kinds by digest; at first those of earlier jobs.
+        known: facts of the outline's kinds by digest; at first those of earlier jobs.
         counted: whether facts are counts, and nothing is measured.
         slots: snapshots of each worker's state that its host keeps.
         frozen: the layers that have nothing to train, as all workers know.
@@ -65,13 +65,14 @@ class Measuring:
         if self.counted and self.outline is None:
             why = f": {self.problem}" if self.problem else ""
             self.problem = f"they cannot be run on fake tensors{why}"
+        kinds = self.outline.kinds if self.outline else ()
+        self.known = {k.digest: self.known[k.digest] for k in kinds if k.digest in self.known}
         if self.outline and self.counted:
-            self.known = {k.digest: k.counted for k in self.outline.kinds if k.counted}
-            loss = self.outline.kinds[self.outline.loss] if self.outline.loss >= 0 else None
-            if loss is not None:  # a few operations for each element of the last output
-                last = self.known.get(self.outline.kinds[self.outline.of_layer[-1]].digest)
+            self.known = {k.digest: k.counted for k in kinds if k.counted}
+            if loss := self._loss_digest:  # a few operations for each element of the last output
+                last = self.known.get(kinds[self.outline.of_layer[-1]].digest)
                 size = last.output_bytes if last else 0
-                self.known[loss.digest] = LayerFacts(
+                self.known[loss] = LayerFacts(
                     "loss", saved_bytes=size, saved_input_bytes=size, working_bytes=size
                 )
 
@@ -115,12 +116,10 @@ class Measuring:
 
     def close_round(self) -> None:
         """Take in what was measured, in seconds of the worker that reads the data."""
-        first = self.placement.rank_of(0)
         for answer in self._measured:
-            speed = self._speed(answer.rank, first)
+            speed = self._speed(answer.rank)
             for digest, facts in zip(answer.digests, answer.facts, strict=True):
-                scaled = facts if answer.rank == first else _scaled(facts, speed)
-                self.fresh[digest] = self.known[digest] = scaled
+                self.fresh[digest] = self.known[digest] = _scaled(facts, speed)
 
     def facts(self) -> NetworkFacts | None:
         """Return the facts of the network; None if some are missing."""
@@ -133,7 +132,6 @@ class Measuring:
             return None
         loss = self._loss or LayerFacts("loss")
         ranks = [self.placement.rank_of(stages[0]) for stages in self.placement.held]
-        first = self.placement.rank_of(0)
         on_host = not any(machine.unit for machine in self.machines)
         one_host = len(set(self.hosts)) == 1
         latency, seconds_per_byte = _LOCAL if one_host else _REMOTE
@@ -146,7 +144,7 @@ class Measuring:
             outline.skips,
             outline.ties,
             outline.samples,
-            tuple(self._speed(rank, first) for rank in ranks),
+            tuple(self._speed(rank) for rank in ranks),
             tuple(self._limit(rank) for rank in ranks),
             max(self.machines[rank].base_bytes for rank in ranks),
             latency,
@@ -167,9 +165,13 @@ class Measuring:
     @property
     def _loss(self) -> LayerFacts | None:
         """The facts of the loss, if they are known."""
-        if self.outline is None or self.outline.loss < 0:
-            return None
-        return self.known.get(self.outline.kinds[self.outline.loss].digest)
+        return self.known.get(self._loss_digest)
+
+    @property
+    def _loss_digest(self) -> str:
+        """The digest of the loss, as a kind of layer; "" if the outline has none."""
+        outline = self.outline
+        return outline.kinds[outline.loss].digest if outline and outline.loss >= 0 else ""
 
     @property
     def warning(self) -> str:
@@ -188,16 +190,12 @@ class Measuring:
             return f"counted the operations of {kinds} unlike layers of {layers}"
         if not self.fresh:
             return f"the facts of all {layers} layers are known from an earlier job"
-        count = len(self.fresh) - (self.outline.loss >= 0 and self._loss_is_fresh)
+        count = len(self.fresh) - (self._loss_digest in self.fresh)
         return f"measured {count} unlike layers of {layers} in {seconds:.2f} s"
 
-    @property
-    def _loss_is_fresh(self) -> bool:
-        assert self.outline
-        return self.outline.kinds[self.outline.loss].digest in self.fresh
-
-    def _speed(self, rank: int, first: int) -> float:
+    def _speed(self, rank: int) -> float:
         """Return how fast a rank computes, against the one that reads the data."""
+        first = self.placement.rank_of(0)
         if self.machines[rank].name == self.machines[first].name:
             return 1.0
         own, other = self._references.get(rank), self._references.get(first)
@@ -222,17 +220,12 @@ def deal(
     `layers` is the number of layers, which the kind of the loss has as its layer.
     """
     first = placement.rank_of(0)
-    dealt: dict[int, list[LayerKind]] = {first: []}
+    dealt = {first: [kind for kind in kinds if kind.layer in (0, layers)]}
     dealt.update({rank: [] for rank in range(placement.ranks) if rank != first})
-    free = []
     for kind in kinds:
-        if kind.layer in (0, layers):
-            dealt[first].append(kind)
-        else:
-            free.append(kind)
-    for kind in free:
-        least = min(dealt, key=lambda rank: (len(dealt[rank]), rank == first))
-        dealt[least].append(kind)
+        if kind.layer not in (0, layers):
+            least = min(dealt, key=lambda rank: (len(dealt[rank]), rank == first))
+            dealt[least].append(kind)
     return dealt
 
 
@@ -242,9 +235,3 @@ def _scaled(facts: LayerFacts, speed: float) -> LayerFacts:
         return facts
     names = ("forward", "backward", "backward_input", "update")
     return replace(facts, **{name: speed * getattr(facts, name) for name in names})
-
-
-def known_facts(known: Mapping[str, LayerFacts], outline: Outline | None) -> dict[str, LayerFacts]:
-    """Return those of some facts that are of the kinds of an outline."""
-    digests = {kind.digest for kind in outline.kinds} if outline else set()
-    return {digest: facts for digest, facts in known.items() if digest in digests}
