@@ -127,7 +127,7 @@ def rank_options(context: click.Context) -> tuple[str, ...]:
             continue
         value, option = context.params[name], parameter.opts[-1]
         if parameter.is_flag:
-            found.append(option if value else parameter.secondary_opts[-1])
+            found += [option] if value else parameter.secondary_opts[-1:]
             continue
         for one in value if parameter.multiple else (value,):
             found += (option, str(one))

@@ -18,15 +18,15 @@ from pipeworker.errors import UsageError
 from support.sources import JOB
 
 
-def options_of(*line: str) -> tuple[str, ...]:
-    """Return the options for the ranks."""
+def options_of(*line: str, **defaults: object) -> tuple[str, ...]:
+    """Return the options for the ranks; `defaults` are those of a file."""
     found = []
 
     @click.command(params=[click.Option(["--stages"], type=int), *JOB_PARAMETERS])
     def command(**chosen: object) -> None:
         found.append(choose.rank_options(click.get_current_context()))
 
-    command.main([*line, "job.py"], standalone_mode=False)
+    command.main([*line, "job.py"], standalone_mode=False, default_map=defaults)
     return found[0]
 
 
@@ -59,6 +59,11 @@ def test_typed_options_are_passed_on_as_typed() -> None:
 
 def test_a_typed_default_is_passed_on() -> None:
     assert options_of("--seed", "0") == ("--seed", "0")  # the default, but typed
+
+
+def test_a_switch_that_a_file_turns_off_is_passed_on_if_it_can_be() -> None:
+    assert options_of(no_profile=True, trace=False) == ("--no-trace", "--no-profile")
+    assert options_of(no_profile=False) == ()
 
 
 def test_settings_are_names_and_values() -> None:
