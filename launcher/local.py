@@ -335,11 +335,7 @@ def run_aside(options: Options, run_dir: RunDir) -> None:
 
 
 def check_job_file(path: Path) -> None:
-    """Compile the job file without running it, so that a syntax error starts no process.
-
-    Raises:
-        UsageError: the file does not exist, cannot be read or is not Python.
-    """
+    """Compile the job file without running it, so that a syntax error starts no process."""
     try:
         compile(path.read_bytes(), str(path), "exec")
     except OSError as error:
@@ -355,11 +351,7 @@ def check_job_file(path: Path) -> None:
 
 
 def default_stages(replicas: int) -> int:
-    """Return the number of stages by which the workers use this host's accelerators.
-
-    Raises:
-        UsageError: this host has none.
-    """
+    """Return the number of stages for this host's accelerators; raise UsageError without any."""
     # A user's module in the current folder must not be imported in place of torch's.
     code = "import sys; sys.path[:1] == [''] and sys.path.pop(0); import torch; "
     code += "print(torch.accelerator.device_count())"

@@ -48,7 +48,6 @@ class Blueprint:
         ties: tied weights, each with the stages of its places.
         evaluation: the forward-only schedule of one micro-batch.
         order: the source of its schedules.
-        recompute: the recompute mode of each stage.
         planned: the plan that decided them; None if no facts of the layers are known.
         names: names of the layers in the user's module.
         types: names of the classes that every worker knows.

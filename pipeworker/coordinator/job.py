@@ -50,18 +50,12 @@ class Job:
     """One job, from the first Hello to the verdict.
 
     Args:
-        options: those of the job.
-        run_dir: path of the run directory.
         started: the time, in seconds; the first generation begins at once.
-        timings: the limits on silence.
         generation: the number of the first generation.
         replaceable: whether lost workers can be replaced.
         launched: whether a launcher, rather than a rank of the job, is the coordinator's parent.
         start: the state from which the job continues.
         cores: cores of the coordinator's host.
-
-    Attributes:
-        end: how it ended, once it has.
     """
 
     def __init__(

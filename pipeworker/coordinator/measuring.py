@@ -33,10 +33,8 @@ class Measuring:
     """The facts of a network while they are found.
 
     Attributes:
-        placement: the workers of the job.
         machines: what each rank computes on.
-        hosts: the host of each rank.
-        outline: the outline of the network; None if it could not be drawn on fake tensors.
+        outline: that of the network; None if it could not be drawn on fake tensors.
         known: facts of the outline's kinds by digest; at first those of earlier jobs.
         counted: whether facts are counts, and nothing is measured.
         slots: snapshots of each worker's state that its host keeps.

@@ -83,7 +83,6 @@ class Roster:
     """The members of a generation, by rank and by peer.
 
     Attributes:
-        started: the time at which the generation started.
         limit: seconds that a worker may be silent (``--worker-timeout``).
     """
 

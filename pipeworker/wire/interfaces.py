@@ -35,11 +35,7 @@ def address_of(name: str, source: str = "--interface") -> str:
 
 
 def external_address_of(name: str, source: str = "--interface") -> str:
-    """Return the first address of an interface that other hosts can reach.
-
-    Raises:
-        UsageError: as for :func:`address_of`, or the interface is a loopback interface.
-    """
+    """Return the first address of an interface, or raise UsageError if it is a loopback one."""
     address = address_of(name, source)
     if is_loopback(address):
         raise UsageError(

@@ -65,11 +65,7 @@ class Due:
 
 
 def common_batch(placement: Placement, by_rank: Sequence[Batch | None], step: int) -> Batch | None:
-    """Return the mini-batch of `step` that the first stage of every replica has read.
-
-    Raises:
-        UsageError: the replicas have read different mini-batches.
-    """
+    """Return the mini-batch of `step` that all replicas have read, or raise UsageError."""
     first, *others = [by_rank[rank] for rank in placement.ranks_of(0)]
     for replica, other in enumerate(others, 1):
         if content_of(first) != content_of(other):

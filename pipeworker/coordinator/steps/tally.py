@@ -23,9 +23,6 @@ class Tally:
     """The sums of a step, over the mini-batches done so far.
 
     Attributes:
-        started: the time at which the step started.
-        batches: mini-batches done.
-        microbatches: micro-batches of these.
         busy: seconds that each worker of the first replica computed.
         data_seconds: seconds that its first stage read mini-batches.
     """
