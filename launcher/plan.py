@@ -64,8 +64,6 @@ _COLOURS = {
 """The background and the ink of each kind of action on a terminal."""
 _WIDTH = 100
 """Columns of a timeline that is not printed on a terminal."""
-_FORMS = ("as_text", "as_json", "svg", "html", "fit")
-"""The options for output in another form than lines for people."""
 
 
 class PlanCommand(FileCommand):
