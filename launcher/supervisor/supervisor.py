@@ -16,7 +16,7 @@ from launcher.supervisor.agents import AgentState, SilenceTimer, listen_address
 from launcher.supervisor.effects import Effect
 from launcher.supervisor.events import Event
 from launcher.supervisor.forks import Forks
-from launcher.supervisor.stop_notice import StopNotice
+from launcher.supervisor.stop_notice import stop_notice
 from pipeworker.coordinator.restart_policy import RestartPolicy
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.step import Evaluation, StepResult
@@ -61,7 +61,7 @@ class Supervisor:
         self._steps = options.resume_step
         self._snapshot: lines.Snapshot | None = None
         self._interrupts = 0
-        self._stop_notice = StopNotice(options)
+        self._stops_early = False  # before the first step, as the user was told
         self._ended = False
         self._lost_hosts: list[str] = []  # reasons, since the generation began
         self._problems: list[str] = []  # of hosts, before the job begins
@@ -233,8 +233,9 @@ class Supervisor:
                 case lines.Planned():
                     self._trains = True
                     self._show(line)
-                    for correction in self._stop_notice.training():
-                        self._show(correction)
+                    if self._stops_early and self._options.trains:  # a step begins all the same
+                        self._show(stop_notice(self._options, early=False))
+                    self._stops_early = False
                 case Evaluation() | lines.Warned() | lines.Activity():
                     self._show(line)
                 case _:
@@ -373,7 +374,8 @@ class Supervisor:
             return
         self.stopping = True
         self._send(Interrupt())
-        self._show(self._stop_notice.stopping(reason, self._steps, trains=self._trains))
+        self._stops_early = not self._trains and self._steps == self._options.resume_step
+        self._show(stop_notice(self._options, reason, early=self._stops_early))
 
     def _tick(self, now: float) -> None:
         self._check_silence(now)
