@@ -65,10 +65,8 @@ class Defaults:
         """Read the file in the first of these folders that has one."""
         for folder in dict.fromkeys(folders):
             for name, table in _PLACES:
-                values = _read(folder / name, table)
-                if values is not None:
-                    where = f"{folder / name}{', [tool.pipeworker]' if table else ''}"
-                    return Defaults(where, values, folder)
+                if (found := _read(folder / name, table)) is not None:
+                    return found
         return Defaults()
 
     @staticmethod
@@ -77,11 +75,11 @@ class Defaults:
         table = dict(_PLACES).get(path.name, ())
         if path.is_dir():
             raise UsageError(f"--config {path}: is a directory; give a file with options")
-        values = _read(path, table)
-        if values is None:
+        found = _read(path, table)
+        if found is None:
             what = f"no table [{'.'.join(table)}]" if path.is_file() else "no such file"
             raise UsageError(f"--config {path}: {what}; give a file with options")
-        return Defaults(f"{path}{', [tool.pipeworker]' if table else ''}", values, path.parent)
+        return found
 
     def fill(self, context: click.Context, parameters: Iterable[click.Parameter]) -> None:
         """Set the options of a command that neither the command line nor the environment gives.
@@ -189,8 +187,8 @@ def _similar(name: str, known: Collection[str]) -> list[str]:
     return completed if 0 < len(completed) <= _FEW else get_close_matches(name, known, 1, _NEARLY)
 
 
-def _read(path: Path, table: tuple[str, ...]) -> Mapping[str, Any] | None:
-    """Return the table of a file; None if there is no file or no table."""
+def _read(path: Path, table: tuple[str, ...]) -> Defaults | None:
+    """Return the options in the table of a file; None if there is no file or no table."""
     try:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -209,8 +207,7 @@ def _read(path: Path, table: tuple[str, ...]) -> Mapping[str, Any] | None:
             return None
         if not isinstance(values, dict):
             raise UsageError(f"{path}: {name} is not a table; write [{'.'.join(table)}]")
-    found: Mapping[str, Any] = values
-    return found
+    return Defaults(f"{path}{', [tool.pipeworker]' if table else ''}", values, path.parent)
 
 
 def _parsed(content: bytes) -> Any:
