@@ -5,17 +5,24 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 from launcher.engines import kubernetes, slurm
+from launcher.engines.engine import SubmittedJob
 from pipeworker.environment import POD
 from pipeworker.errors import PipeworkerError, RecordError, UsageError
 from pipeworker.record import lock
 from pipeworker.record.rundir import Request, RunDir, listed
 
 _POLL_SECONDS = 0.1
+_FINDERS: dict[str, Callable[[str], SubmittedJob | None]] = {
+    "squeue": slurm.find,
+    "kubectl": kubernetes.find,
+}
+"""By a cluster's client program, the function that finds the job of a run."""
 
 
 def cancel(run: str) -> str:
@@ -34,37 +41,16 @@ def cancel(run: str) -> str:
     if run_dir.run.exists() and lock.is_locked(run_dir.lock):
         return _cancel_here(path, run_dir)
     unasked: list[str] = []
-    for program, cancel_there in (("squeue", _cancel_in_queue), ("kubectl", _cancel_pods)):
+    for program, find in _FINDERS.items():
         try:
-            if shutil.which(program) and (done := cancel_there(run)):
-                return done
+            if shutil.which(program) and (job := find(run)):
+                return job.cancel()
         except PipeworkerError as error:  # it may be installed here, and not set up
             unasked.append(str(error).partition("\n")[0])
     advice = listed(path) or "give the directory of a running job"
     # Their errors say nothing about a job that ran here.
     more = f" ({'; '.join(unasked)})" if unasked and not run_dir.run.exists() else ""
     raise UsageError(f"{run}: no job is running there; {advice}{more}")
-
-
-def _cancel_in_queue(run: str) -> str:
-    """Cancel a job of Slurm's; return "" if it has none with this run directory."""
-    job = slurm.find(str(Path(run).absolute()))
-    if job is None:
-        return ""
-    job.cancel()
-    return f"job {job.job} of Slurm is cancelled"
-
-
-def _cancel_pods(run: str) -> str:
-    """Delete a job of Kubernetes; return "" if it has none with this run directory or name."""
-    job = kubernetes.find(run)
-    if job is None:
-        return ""
-    job.cancel()
-    return (
-        f"{job.kind} {job.name} in namespace {job.namespace} is deleted; its pods save a "
-        f"checkpoint in {job.run_dir}"
-    )
 
 
 def _cancel_here(path: Path, run_dir: RunDir) -> str:

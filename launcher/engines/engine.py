@@ -29,8 +29,8 @@ class SubmittedJob(Protocol):
     def follow(self) -> int:
         """Show the job's output until it ends, or how to do so; return its exit status."""
 
-    def cancel(self) -> None:
-        """Ask the job to save a checkpoint and to end."""
+    def cancel(self) -> str:
+        """Ask the job to save a checkpoint and to end; return what follows, for the user."""
 
 
 class Engine(ABC):

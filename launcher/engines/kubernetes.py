@@ -59,10 +59,14 @@ class KubernetesJob:
         )
         return 0
 
-    def cancel(self) -> None:
+    def cancel(self) -> str:
         """End the job, which saves a checkpoint; the cluster removes what it owns."""
         gone = ("--ignore-not-found", "--wait=false")
         _kubectl(self.namespace, "delete", self.kind, self.name, *gone)
+        return (
+            f"{self.kind} {self.name} in namespace {self.namespace} is deleted; its pods save a "
+            f"checkpoint in {self.run_dir}"
+        )
 
 
 class Kubernetes(Cluster):

@@ -123,12 +123,11 @@ class SlurmJob:
             click.echo(f"error: job {self.job}: {reason}", err=True)
         return found.status or 1
 
-    def cancel(self) -> None:
+    def cancel(self) -> str:
         """End the job after its step, with a checkpoint; at once if it does not run yet."""
-        if self.state().state in _WAITING:
-            _run("scancel", self.job)
-        else:
-            _run("scancel", "--batch", "--signal=INT", self.job)
+        how = () if self.state().state in _WAITING else ("--batch", "--signal=INT")
+        _run("scancel", *how, self.job)
+        return f"job {self.job} of Slurm is cancelled"
 
     def state(self) -> State:
         """Return the job's state; Slurm forgets a job some minutes after its end."""
@@ -244,7 +243,7 @@ def find(run: str) -> SlurmJob | None:
     """
     for line in _run("squeue", "--me", "--noheader", "--format", "%i %k").splitlines():
         number, _, comment = line.partition(" ")
-        if comment.strip() == run:
+        if comment.strip() == str(Path(run).absolute()):
             return SlurmJob(number, None)
     return None
 
