@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from pipeworker.coordinator.effects import Commit, Effect
-from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.steps.progress import Start
 from pipeworker.coordinator.steps.snapshots import JobState
+from pipeworker.coordinator.waiting import State
 from pipeworker.facts.step import Evaluation
 from pipeworker.wire.lines import Warned
 from pipeworker.wire.messages.checkpoint import Restore, Save
