@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -194,7 +194,7 @@ class _Bench:
     def _facts(self, kind: LayerKind, names: Sequence[str]) -> LayerFacts:
         registry = TypeRegistry(self._types[name] for name in names)
         signature = ValueSignature.unpack(kind.input)
-        value = signature.make(registry, self._device, list(self._known()))
+        value = signature.make(registry, self._device, self._known())
         if kind.layer == len(self._model.entries):
             return self._loss_facts(value, signature.wants_grad)
         popped: dict[str, tuple[torch.Tensor, bool]] = {}
@@ -222,11 +222,10 @@ class _Bench:
     def _input(self) -> Any:
         return to_device(self._loaded.reader.peek().inputs[0], self._device)
 
-    def _known(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors of the network's input, on the worker that has them."""
+    def _known(self) -> list[torch.Tensor]:
+        """Return the tensors of the network's input, on the worker that has them."""
         role = self._loaded.role
-        if role.rank == role.placement.rank_of(0):
-            yield from distinct_tensors(self._input())
+        return distinct_tensors(self._input()) if role.rank == role.placement.rank_of(0) else []
 
     def _failed(self, kind: LayerKind, error: Exception) -> None:
         self.problem = blame.problem(error)

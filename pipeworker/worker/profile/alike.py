@@ -51,7 +51,7 @@ def key_of(layer: nn.Module) -> str:
         outside = sorted(tuple(tensor.shape) for tensor in layer.outside())
         return digest(key_of(layer.unit), layer.operations, outside)
     modules = [
-        (name, _class_of(module), module.training, module.extra_repr(), _attributes(module))
+        (name, str(type(module)), module.training, module.extra_repr(), _attributes(module))
         for name, module in layer.named_modules()
     ]
     tensors = [
@@ -102,11 +102,6 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
     found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return found[1] if found else platform.machine()
-
-
-def _class_of(module: nn.Module) -> str:
-    kind = type(module)
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, str]]:
