@@ -1,7 +1,7 @@
 """The private names of torch that pipeworker uses, each with its reason; no other module uses any.
 
-A name that torch lacks is None here. Each worker calls :func:`check_names` before it loads the job,
-so that one error names it. The tests check what each name does.
+A name that torch lacks is None here. When a worker starts, :mod:`pipeworker.worker.torch_check`
+tests what each name does, so that one error names it, however the job was started.
 
 To move to another torch, follow ``docs/versions.md``: change a function here if its name is gone or
 behaves differently. One that is here for speed names the public function that it replaces.
@@ -23,11 +23,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from pipeworker.errors import UsageError
 from pipeworker.worker import kernel_cache
 
-SUPPORTED = "2.13 to 2.15"
-"""The versions of torch that the metadata allows."""
 missing: list[str] = []
 """The names below that torch lacks."""
 
@@ -39,15 +36,6 @@ def _find(name: str) -> Any:
     except (ImportError, AttributeError):
         missing.append(name)
         return None
-
-
-def check_names() -> None:
-    """Raise UsageError if torch lacks a name that is looked up below."""
-    if missing:
-        raise UsageError(
-            f"torch {torch.__version__}: its private name {missing[0]} is missing; install torch "
-            f"{SUPPORTED}"
-        )
 
 
 if TYPE_CHECKING:

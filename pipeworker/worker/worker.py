@@ -36,7 +36,7 @@ from pipeworker.wire.messages.step import (
     Update,
     Wait,
 )
-from pipeworker.worker import internals
+from pipeworker.worker import torch_check
 from pipeworker.worker.blame import failure_of, is_out_of_memory
 from pipeworker.worker.control import Control
 from pipeworker.worker.data.reader import MicroBatches
@@ -149,7 +149,9 @@ class Worker:
 
     def _welcome(self, welcome: Welcome) -> Described:
         options = Options.from_json(welcome.options)
-        internals.check_names()
+        # The other workers of this host, and their replacements, have the same torch.
+        first = self._settings.local_rank == 0 and self._settings.generation <= 1
+        torch_check.check(compiles=options.compile, behaviours=first)
         self.deterministic = options.deterministic
         self._phase = loaded = LoadedWorker.load(self._settings, self._control, welcome)
         seed = loaded.role.options.seed

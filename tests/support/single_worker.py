@@ -61,10 +61,10 @@ def restored_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class SingleWorker:
-    """The worker of a job of one stage."""
+    """The worker of a job of one stage; `settings` are more of :class:`Settings`."""
 
-    def __init__(self) -> None:
-        made = Settings(0, ENDPOINT, MEMBERSHIP.token, 0, to_log=False)
+    def __init__(self, local_rank: int = 0, **settings: Any) -> None:
+        made = Settings(0, ENDPOINT, MEMBERSHIP.token, local_rank, to_log=False, **settings)
         self.worker = Worker(made, _Control())
         self.batch: Batch | None = None
         self.epoch_length = 0
