@@ -5,7 +5,8 @@ Code that compares ``type(x)`` with a class would else take another way on each 
 
 from __future__ import annotations
 
-from types import CodeType, FunctionType
+import sys
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -37,15 +38,9 @@ class _Type(type, metaclass=_Meta):
 
 def hide_stand_ins(module: nn.Module) -> None:
     """Have ``type()`` hide stand-ins, in the files whose classes the module is made of."""
-    classes = {base for one in module.modules() for base in type(one).__mro__}
-    for found in classes:
-        if found.__module__.partition(".")[0] == torch.__name__:
-            continue
-        for function in vars(found).values():
-            if isinstance(function, FunctionType) and _calls_type(function.__code__):
-                function.__globals__.setdefault("type", _Type)
-
-
-def _calls_type(code: CodeType) -> bool:
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return "type" in code.co_names or any(map(_calls_type, inner))
+    not_of_users = {torch.__name__, *sys.stdlib_module_names}
+    for found in {base for one in module.modules() for base in type(one).__mro__}:
+        if found.__module__.partition(".")[0] not in not_of_users:
+            for function in vars(found).values():
+                if isinstance(function, FunctionType):
+                    function.__globals__.setdefault("type", _Type)
