@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import statistics
 import tempfile
 from collections.abc import Sequence
 from itertools import combinations, pairwise
@@ -22,12 +20,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from balance import NETWORKS, balances
-from parts import SKIPPED_STEPS
-from prediction import pipeworker
+from launches import SKIPPED_STEPS, launched
 
 from pipeworker.plan.partition import even
 
-HERE = Path(__file__).resolve().parent
+JOB = Path(__file__).resolve().with_name("balance_job.py")
 BYTES = 4096
 LONGEST = 0.1
 """Seconds of a forward of a whole scaled network."""
@@ -41,26 +38,19 @@ class Measured(NamedTuple):
 
 
 def measure(
-    seconds: Sequence[float], stages: int, microbatches: int, steps: int, *options: str
+    seconds: Sequence[float], stages: int, microbatches: int, steps: int, options: str = ""
 ) -> Measured:
     """Run a job of layers whose forwards take so many seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": folder}
-        words = ("--stages", str(stages), "--microbatches", str(microbatches))
-        more = ("--steps", str(SKIPPED_STEPS + steps), "--run-dir", str(run), *options)
-        job = (json.dumps([*seconds]), str(len(seconds)), str(BYTES), str(microbatches))
-        file = str(HERE / "balance_job.py")
-        pipeworker(env, "launch", *words, *more, "--recompute", "never", file, "--", *job)
-        rows = [*map(json.loads, (run / "metrics.jsonl").read_text().splitlines())]
-        balance = json.loads((run / "plan.json").read_text())["balance"]
-    return Measured(
-        statistics.median(row["seconds"] for row in rows[SKIPPED_STEPS:]), tuple(balance)
-    )
+    shape = f"--stages {stages} --microbatches {microbatches} --steps {SKIPPED_STEPS + steps}"
+    words = (json.dumps([*seconds]), len(seconds), BYTES, microbatches)
+    with tempfile.TemporaryDirectory() as cache:
+        env = {"XDG_CACHE_HOME": cache}
+        with launched(JOB, f"{shape} --recompute never {options}", *words, env=env) as run:
+            return Measured(run.seconds, tuple(run.read("plan")["balance"]))
 
 
-def given(balance: Sequence[int]) -> tuple[str, str]:
-    return "--balance", ",".join(map(str, balance))
+def given(balance: Sequence[int]) -> str:
+    return f"--balance {','.join(map(str, balance))}"
 
 
 def brute_force(steps: int) -> None:
@@ -73,7 +63,7 @@ def brute_force(steps: int) -> None:
         found = []
         for cuts in combinations(range(1, layers), stages - 1):
             balance = tuple(b - a for a, b in pairwise((0, *cuts, layers)))
-            found.append(measure(seconds, stages, microbatches, steps, *given(balance)))
+            found.append(measure(seconds, stages, microbatches, steps, given(balance)))
         chosen = measure(seconds, stages, microbatches, steps)
         best = min(found)
         usual = next(one for one in found if one.balance == even(layers, stages))
@@ -95,7 +85,7 @@ def networks(steps: int, stages: int = 4, microbatches: int = 16) -> None:
         own = measure(seconds, stages, microbatches, steps)
         print(f"{name}: {1e3 * own.seconds:.1f} ms {own.balance}", flush=True)
         for rule, balance in balances(facts, stages).items():
-            other = measure(seconds, stages, microbatches, steps, *given(balance))
+            other = measure(seconds, stages, microbatches, steps, given(balance))
             print(f"  {rule:12}{own.seconds / other.seconds:.2f}  {balance}", flush=True)
 
 

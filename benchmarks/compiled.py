@@ -10,16 +10,18 @@ the compiler records each compilation.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
-from parts import python
-from safetensors.torch import load_file
+from launches import launched
+
+from pipeworker.record.checkpoint.checkpoint import Checkpoint
+from pipeworker.record.rundir import find_checkpoint
 
 JOB = Path(__file__).with_name("transformer_job.py")
 COMPILER = "c++"
@@ -29,12 +31,14 @@ exec {1} "$@"
 """
 
 
-def train(folder: Path, stages: int, microbatches: int, steps: int, *words: str) -> Path:
-    run = folder / f"{stages}-{len(words)}"
-    line = ["-m", "pipeworker", "launch", "--stages", str(stages), "--run-dir", str(run), *words]
-    line += ["--microbatches", str(microbatches), "--steps", str(steps)]
-    python(*line, str(JOB), "--", str(microbatches))
-    return run
+Trained = tuple[list[dict[str, Any]], dict[str, torch.Tensor]]
+"""The rows of a run, and its last weights."""
+
+
+def train(stages: int, microbatches: int, steps: int, options: str = "") -> Trained:
+    shape = f"--stages {stages} --microbatches {microbatches} --steps {steps}"
+    with launched(JOB, f"{shape} {options}", microbatches) as run:
+        return run.rows, Checkpoint(find_checkpoint(run.path)).weights()
 
 
 def record_compiler(folder: Path) -> Path:
@@ -58,16 +62,6 @@ def kernels(notes: Path) -> tuple[int, int]:
     return len(outputs), len(set(outputs))
 
 
-def rows(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    (last,) = (run / "checkpoints").iterdir()
-    files = sorted(last.glob("model-*.safetensors"))
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--stages", default="1,2,4")
@@ -77,13 +71,12 @@ def main() -> None:
     first: tuple[list[float], dict[str, torch.Tensor]] | None = None
     with tempfile.TemporaryDirectory() as folder:
         for stages in map(int, args.stages.split(",")):
-            asked = Path(folder), stages, args.microbatches, args.steps
-            plain = rows(train(*asked))
+            asked = stages, args.microbatches, args.steps
+            plain, _ = train(*asked)
             notes = record_compiler(Path(folder, f"kernels-{stages}"))
-            run = train(*asked, "--compile")
-            found = rows(run)
+            found, weights = train(*asked, "--compile")
             compiled, different = kernels(notes)
-            result = [row["loss"] for row in found], weights(run)
+            result = [row["loss"] for row in found], weights
             first = first or result
             equal = result[0] == first[0] and all(
                 torch.equal(tensor, first[1][name]) for name, tensor in result[1].items()

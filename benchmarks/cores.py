@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from parts import pipeworker_step
+from launches import step_seconds
 from peer import GPIPE, peer
 
 HERE = Path(__file__).resolve().parent
@@ -36,7 +36,7 @@ def measured(args: argparse.Namespace) -> Iterator[tuple[str, int, int, list[flo
     for _ in range(args.rounds):
         for net, m, k in cases:
             job = HERE / f"{net}_job.py"
-            seconds[net, m, k].append(pipeworker_step(job, k, m, STEPS, "never", str(m)))
+            seconds[net, m, k].append(step_seconds(job, k, m, STEPS, "never", str(m)))
             if k > 1 and net == "transformer":
                 found = peer(GPIPE, job, k, m, STEPS, str(m))
                 peer_seconds[net, m, k].append(found.seconds)

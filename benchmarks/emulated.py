@@ -15,7 +15,8 @@ import argparse
 import statistics
 from pathlib import Path
 
-from parts import pipeworker_step, plain
+from launches import step_seconds
+from parts import plain
 from peer import GPIPE, peer
 
 JOB = Path(__file__).with_name("emulated_job.py").resolve()
@@ -45,7 +46,7 @@ def main() -> None:
             f, both = max(plain(JOB, k, m, *words), key=lambda pair: pair[1])
             recompute = f if mode == "always" else 0.0
             bounds.append(m * (both + recompute) + (k - 1) * both)
-            times.append(pipeworker_step(JOB, k, m, steps, mode, *words))
+            times.append(step_seconds(JOB, k, m, steps, mode, *words))
             if mode == "never" and not args.no_peer:
                 peers.append(peer(GPIPE, JOB, k, m, steps, *words).seconds)
         share = statistics.median(b / t for b, t in zip(bounds, times, strict=True))

@@ -12,74 +12,24 @@ of the GPU that all processes together allocate.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import resource
 import statistics
-import sys
-import tempfile
-import time
 from pathlib import Path
-from typing import Any
 
 import torch
-from parts import SKIPPED_STEPS, load_job, python
+from launches import launched
+from loop import loop
 
-HERE = Path(__file__).resolve()
-JOB = HERE.with_name("finetune_job.py")
+JOB = Path(__file__).resolve().with_name("finetune_job.py")
 BATCH = 16  # samples of a mini-batch, as in finetune_job.py
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def plain(steps: int, microbatches: int, device: str, precision: str, words: list[str]) -> None:
-    """Run the usual loop; print the median seconds of a step, the last loss, and the peak bytes."""
-    job: Any = load_job(str(JOB), words)
-    torch.manual_seed(0)
-    net = job.model().to(device)
-    net.train()
-    optimizer = job.optimizer(net.parameters())
-    times, value = [], 0.0
-    for _, (inputs, target) in zip(range(steps), job.data(), strict=False):
-        began = time.perf_counter()
-        losses = []
-        ids, target = inputs["input_ids"].to(device), target.to(device)
-        for xm, ym in zip(*(one.tensor_split(microbatches) for one in (ids, target)), strict=True):
-            dtype = DTYPES.get(precision)
-            with torch.autocast(device, dtype) if dtype else contextlib.nullcontext():
-                output = net(input_ids=xm)
-                loss = job.loss(output, ym) * (len(xm) / len(ids))
-            loss.backward()
-            losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-        value = torch.stack(losses).sum().item()
-        times.append(time.perf_counter() - began)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if device == "cuda":
-        peak = torch.cuda.max_memory_allocated()
-    print(json.dumps([statistics.median(times[SKIPPED_STEPS:]), value, peak]))
-
-
-def ours(args: argparse.Namespace, words: list[str]) -> tuple[float, float, int, int]:
+def ours(args: argparse.Namespace, words: list[int]) -> tuple[float, float, int, int]:
     """Return the median seconds of a step, the last loss, the peak bytes, and the parameters."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        line = ["-m", "pipeworker", "launch", "--stages", str(args.stages)]
-        line += ["--steps", str(args.steps), "--microbatches", str(args.microbatches)]
-        line += [
-            "--device",
-            args.device,
-            "--precision",
-            args.precision,
-            "--schedule",
-            args.schedule,
-        ]
-        python(*line, "--run-dir", str(run), str(JOB), "--", *words, timeout=args.timeout)
-        rows = [json.loads(row) for row in (run / "metrics.jsonl").open()]
-        plan, summary = (json.loads((run / f"{n}.json").read_text()) for n in ("plan", "summary"))
-    seconds = statistics.median(row["seconds"] for row in rows[SKIPPED_STEPS:])
-    parameters = sum(stage["parameters"] for stage in plan["stages"])
-    return seconds, rows[-1]["loss"], sum(summary["peak_memory_bytes"]), parameters
+    options = f"--stages {args.stages} --steps {args.steps} --microbatches {args.microbatches}"
+    options += f" --device {args.device} --precision {args.precision} --schedule {args.schedule}"
+    with launched(JOB, options, *words, timeout=args.timeout) as run:
+        parameters = sum(stage["parameters"] for stage in run.read("plan")["stages"])
+        return run.seconds, run.rows[-1]["loss"], sum(run.peaks), parameters
 
 
 def main() -> None:
@@ -98,11 +48,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no GPU on this host: --device cpu tries a small model")
-    words = [str(args.width), str(args.layers), str(args.length)]
-    loop = [str(HERE), "plain", str(args.steps), str(args.microbatches), args.device]
+    words = [args.width, args.layers, args.length]
+    shape = JOB, args.steps, args.microbatches, args.device, args.precision
     found = []
     for _ in range(args.rounds):
-        usual = json.loads(python(*loop, args.precision, *words, timeout=args.timeout))
+        usual = loop(*shape, *words, timeout=args.timeout)
         found.append((ours(args, words), usual))
     name = torch.cuda.get_device_name() if args.device == "cuda" else "the CPU"
     billions = found[0][0][3] / 1e9
@@ -119,8 +69,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["plain"]:
-        count, parts, where, kind, *rest = sys.argv[2:]
-        plain(int(count), int(parts), where, kind, rest)
-    else:
-        main()
+    main()

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
-from pathlib import Path
 
-from parts import python
+from launches import launched
 
 JOB = """
 import sys
@@ -69,14 +67,9 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=8)
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        job, run = Path(folder, "job.py"), Path(folder, "run")
-        job.write_text(JOB)
-        line = ["-m", "pipeworker", "launch", "--stages", str(args.stages), "--run-dir", str(run)]
-        line += ["--steps", str(args.steps), "--microbatches", "32", "--recompute", "never"]
-        python(*line, str(job), "--", str(args.stages), str(args.steps))
-        log = (run / "logs" / "worker-0.log").read_text()
-    gaps = [float(word) for word in log.split("gaps")[1].split()][2:]
+    options = f"--stages {args.stages} --steps {args.steps} --microbatches 32 --recompute never"
+    with launched(JOB, options, args.stages, args.steps) as run:
+        gaps = [float(word) for word in run.log(0).split("gaps")[1].split()][2:]
     print(f"K={args.stages}: median gap {statistics.median(gaps) * 1e3:.2f} ms (target <= 2)")
 
 

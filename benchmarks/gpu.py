@@ -26,12 +26,9 @@ The last three run on the CPU as well, without a target.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import secrets
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import deque
@@ -41,8 +38,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from launches import launched
 from links import BACK, FORTH, asking, coordinate
-from parts import SKIPPED_STEPS
+from loop import loop
 
 from pipeworker.plan.placement import Placement
 from pipeworker.worker.device.accelerator import accelerator_for
@@ -76,33 +74,6 @@ def data():
     x = torch.randn(SAMPLES, TIME, WIDTH) if TIME else torch.ones(SAMPLES, 1)
     while True:
         yield x, x
-"""
-PLAIN = """
-import contextlib, json, resource, runpy, sys, time, torch
-job_file, steps, m, device, precision, *words = sys.argv[1:]
-sys.argv = [job_file, *words]
-job = runpy.run_path(job_file)
-net = torch.nn.Sequential(*(made() for made in job["model"]())).to(device)
-opt = job["optimizer"](net.parameters())
-dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-took = []
-for step, (x, y) in zip(range(int(steps)), job["data"]()):
-    began = time.perf_counter()
-    losses = []
-    x, y = x.to(device), y.to(device)
-    for xm, ym in zip(x.tensor_split(int(m)), y.tensor_split(int(m))):
-        with torch.autocast(device, dtype) if dtype else contextlib.nullcontext():
-            loss = job["loss"](net(xm), ym)
-        (loss * (len(xm) / len(x))).backward()
-        losses.append(loss.detach())
-    opt.step()
-    opt.zero_grad()
-    torch.stack(losses).tolist()
-    took.append(time.perf_counter() - began)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-if device != "cpu":
-    peak = torch.cuda.max_memory_allocated()
-print(json.dumps([took, peak]))
 """
 
 
@@ -182,19 +153,17 @@ def copy_seconds(device: torch.device, size: int) -> float:
 
 def alone(args: argparse.Namespace, width: int, layers: int, length: int, samples: int) -> None:
     """Measure pipeworker and the plain loop in turn, in separate processes."""
-    m, words = args.microbatches, [str(n) for n in (width, layers, samples, length)]
+    m, words = args.microbatches, (width, layers, samples, length)
     times: tuple[list[float], list[float]] = ([], [])
     peaks = [0, 0]
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder, "job.py")
         job.write_text(JOB)
-        for number in range(args.rounds):
-            run = Path(folder, str(number))
-            seconds, (peaks[0],) = launched(args, run, job, 1, "never", words)
+        for _ in range(args.rounds):
+            seconds, (peaks[0],) = trained(args, 1, "never", words)
             times[0].append(seconds)
-            options = [str(job), str(args.steps), str(m), args.device, args.precision]
-            took, peaks[1] = json.loads(output(["-c", PLAIN, *options, *words]))
-            times[1].append(_median(took))
+            took, _, peaks[1] = loop(job, args.steps, m, args.device, args.precision, *words)
+            times[1].append(took)
     seconds, plain = map(statistics.median, times)
     print(f"K=1, M={m}, {args.device}: ours {seconds * 1e3:.2f} ms a step, plain {plain * 1e3:.2f}")
     if length:
@@ -205,7 +174,7 @@ def alone(args: argparse.Namespace, width: int, layers: int, length: int, sample
 
 def modes(args: argparse.Namespace) -> None:
     """Measure each mode with each number of stages, in turn in each round."""
-    words = [str(n) for n in (args.width, args.layers, 4 * args.microbatches, args.length)]
+    words = (args.width, args.layers, 4 * args.microbatches, args.length)
     stages = [int(k) for k in args.stages.split(",")]
     schedules, found = args.schedules.split(","), args.modes.split(",")
     cases = [  # one stage has one order
@@ -215,15 +184,11 @@ def modes(args: argparse.Namespace) -> None:
     ]
     times: dict[tuple[int, str, str], list[float]] = {case: [] for case in cases}
     peaks: dict[tuple[int, str, str], list[int]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        job = Path(folder, "job.py")
-        job.write_text(JOB)
-        for number in range(args.rounds):
-            for case in cases:
-                k, mode, schedule = case
-                run = Path(folder, f"{number}-{k}-{mode}-{schedule}")
-                seconds, peaks[case] = launched(args, run, job, k, mode, words, schedule)
-                times[case].append(seconds)
+    for _ in range(args.rounds):
+        for case in cases:
+            k, mode, schedule = case
+            seconds, peaks[case] = trained(args, k, mode, words, schedule)
+            times[case].append(seconds)
     print(f"M={args.microbatches}, {args.device}, medians of {args.rounds} rounds")
     for case in cases:
         k, mode, schedule = case
@@ -236,35 +201,19 @@ def modes(args: argparse.Namespace) -> None:
         )
 
 
-def launched(
+def trained(
     args: argparse.Namespace,
-    run: Path,
-    job: Path,
     stages: int,
     mode: str,
-    words: list[str],
+    words: tuple[int, ...],
     schedule: str = "gpipe",
 ) -> tuple[float, list[int]]:
     """Run pipeworker; return the median seconds of a step, and the peak bytes by worker."""
-    line = ["-m", "pipeworker", "launch", "--stages", str(stages), "--steps", str(args.steps)]
-    line += ["--microbatches", str(args.microbatches), "--recompute", mode]
-    line += ["--schedule", schedule]
-    line += ["--device", args.device, "--precision", args.precision]
-    output([*line, "--run-dir", str(run), str(job), "--", *words])
-    rows = [json.loads(row) for row in (run / "metrics.jsonl").open()]
-    summary = json.loads((run / "summary.json").read_text())
-    return _median([row["seconds"] for row in rows]), summary["peak_memory_bytes"]
-
-
-def output(words: list[str]) -> str:
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(words)} failed:\n{done.stdout}{done.stderr}")
-    return done.stdout.strip().splitlines()[-1]
-
-
-def _median(seconds: list[float]) -> float:
-    return statistics.median(seconds[SKIPPED_STEPS:])
+    options = f"--stages {stages} --steps {args.steps} --microbatches {args.microbatches}"
+    options += f" --recompute {mode} --schedule {schedule}"
+    options += f" --device {args.device} --precision {args.precision}"
+    with launched(JOB, options, *words) as run:
+        return run.seconds, run.peaks
 
 
 def main() -> None:

@@ -1,65 +1,31 @@
-"""The parts that benchmarks run in separate processes, for any job file: pipeworker, and the bound.
+"""The bound of a step of any job file: each of its stages by itself, in a separate process.
 
-python benchmarks/parts.py plain JOB_FILE STAGES MICROBATCHES ARGUMENTS...
+python benchmarks/parts.py JOB_FILE STAGES MICROBATCHES ARGUMENTS...
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from launches import result
+
+from pipeworker.plan.partition import block
+
 HERE = Path(__file__).resolve()
-SKIPPED_STEPS = 3
 
 
-def python(*words: str, timeout: float = 300, core: int | None = None) -> str:
-    """Run a Python program, on one core if `core` is given; return the last line of its output."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    pinned = [] if core is None else ["taskset", "--cpu-list", str(core)]
-    line = [*pinned, sys.executable, *words]
-    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=timeout)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(words)} failed:\n{done.stdout}{done.stderr}")
-    return done.stdout.strip().splitlines()[-1]
-
-
-def plain(job_file: Path, stages: int, microbatches: int, *words: str) -> list[tuple[float, float]]:
+def plain(
+    job_file: Path, stages: int, microbatches: int, *words: object
+) -> list[tuple[float, float]]:
     """Return each stage's seconds for a micro-batch in one process: (forward, both)."""
-    output = python(str(HERE), "plain", str(job_file), str(stages), str(microbatches), *words)
-    return [(forward, both) for forward, both in json.loads(output)]
-
-
-def pipeworker_step(
-    job_file: Path,
-    stages: int,
-    microbatches: int,
-    steps: int,
-    recompute: str,
-    *words: str,
-    options: tuple[str, ...] = (),
-    look: Callable[[Path], object] = lambda _: None,
-) -> float:
-    """Return the median seconds of a step of `pipeworker launch`, with further `options`.
-
-    `look` is called with the run directory before it is removed.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        run_dir = Path(folder) / "run"
-        line = ["-m", "pipeworker", "launch", "--stages", str(stages), "--steps", str(steps)]
-        line += ["--microbatches", str(microbatches), "--recompute", recompute, *options]
-        python(*line, "--run-dir", str(run_dir), str(job_file), "--", *words)
-        rows = [json.loads(row) for row in (run_dir / "metrics.jsonl").open()]
-        look(run_dir)
-    return float(statistics.median(row["seconds"] for row in rows[SKIPPED_STEPS:]))
+    found = result(HERE, job_file, stages, microbatches, *words)
+    return [(forward, both) for forward, both in found]
 
 
 def load_job(job_file: str, words: list[str]) -> Any:
@@ -80,9 +46,7 @@ def _stage(job: Any, stage: int, stages: int) -> Any:
     from torch import nn
 
     entries = list(job.model())
-    share, extra = divmod(len(entries), stages)
-    first = stage * share + min(stage, extra)
-    chosen = entries[first : first + share + (stage < extra)]
+    chosen = [entries[index] for index in block(len(entries), stages, stage)]
     return nn.Sequential(*(e if isinstance(e, nn.Module) else e() for e in chosen))
 
 
@@ -118,5 +82,5 @@ def run_plain(job: Any, stages: int, microbatches: int) -> None:
 
 
 if __name__ == "__main__":
-    _, job_file, count, microbatches, *words = sys.argv[1:]
+    job_file, count, microbatches, *words = sys.argv[1:]
     run_plain(load_job(job_file, words), int(count), int(microbatches))

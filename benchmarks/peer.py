@@ -21,8 +21,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from parts import SKIPPED_STEPS, load_job, python
+from launches import SKIPPED_STEPS, result
+from parts import load_job
 from torch import nn
+
+from pipeworker.plan.partition import sizes
 
 HERE = Path(__file__).resolve()
 GPIPE = "ScheduleGPipe"
@@ -45,16 +48,20 @@ class Measured(NamedTuple):
 
 
 def peer(
-    kind: str, job_file: Path, balance: list[int] | int, microbatches: int, steps: int, *words: str
+    kind: str,
+    job_file: Path,
+    balance: list[int] | int,
+    microbatches: int,
+    steps: int,
+    *words: object,
 ) -> Measured:
     """Measure a peer with so many layers in each stage, or so many equal stages."""
     text = f"even{balance}" if isinstance(balance, int) else ",".join(map(str, balance))
     stages = balance if isinstance(balance, int) else len(balance)
     workers = stages // (2 if PLACED.get(kind) else 1)
-    line = [kind, str(job_file), str(steps), str(microbatches), text]
-    ranks = ["-m", "torch.distributed.run", "--nproc-per-node", str(workers)]
-    found = python(*([] if kind == "torchgpipe" else ranks), str(HERE), *line, *words)
-    return Measured(*json.loads(found))
+    line = (kind, job_file, steps, microbatches, text)
+    ranks = ("-m", "torch.distributed.run", "--nproc-per-node", workers)
+    return Measured(*result(*(() if kind == "torchgpipe" else ranks), HERE, *line, *words))
 
 
 class Pack(nn.Sequential):
@@ -175,9 +182,7 @@ def main() -> None:
     run = {"deepspeed": run_deepspeed, "torchgpipe": run_torchgpipe}.get(kind, run_torch)
     job = load_job(job_file, words)
     if balance.startswith("even"):
-        stages = int(balance.removeprefix("even"))
-        share, extra = divmod(len(job.model()), stages)
-        layers = [share + (stage < extra) for stage in range(stages)]
+        layers = sizes(len(job.model()), int(balance.removeprefix("even")))
     else:
         layers = [int(count) for count in balance.split(",")]
     seconds, peak = run(kind, job, int(steps), int(microbatches), layers)

@@ -10,16 +10,12 @@ The cache of facts is empty for each plan.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from parts import SKIPPED_STEPS
+from launches import balance_of, launched, planned
 
 HERE = Path(__file__).resolve().parent
 
@@ -89,33 +85,16 @@ def main() -> None:
 
 def compare(case: Case) -> tuple[tuple[float, float], list[tuple[float, float]]]:
     """Return seconds of a step, and bytes of each worker: both as planned and as measured."""
-    words = (str(HERE / case.job), "--", *case.words.split())
-    shape = ("--stages", str(case.stages), "--microbatches", str(case.microbatches))
-    options = (*shape, *case.options.split())
-    with tempfile.TemporaryDirectory() as folder:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": folder}
-        plan = json.loads(pipeworker(env, "plan", *options, "--json", *words))
-        balance = ",".join(str(stop - first) for first, stop in layers_of(plan))
-        run = ("--steps", str(case.steps), "--balance", balance, "--run-dir", f"{folder}/run")
-        pipeworker(env, "launch", *options, *run, *words)
-        rows = [*map(json.loads, Path(folder, "run", "metrics.jsonl").read_text().splitlines())]
-        peaks = json.loads(Path(folder, "run", "summary.json").read_text())["peak_memory_bytes"]
-    measured = statistics.median(row["seconds"] for row in rows[SKIPPED_STEPS:])
+    job, words = HERE / case.job, case.words.split()
+    options = f"--stages {case.stages} --microbatches {case.microbatches} {case.options}"
+    with tempfile.TemporaryDirectory() as cache:
+        env = {"XDG_CACHE_HOME": cache}
+        plan = planned(job, options, *words, env=env)
+        options += f" --steps {case.steps} --balance {','.join(map(str, balance_of(plan)))}"
+        with launched(job, options, *words, env=env) as run:
+            seconds, peaks = run.seconds, run.peaks
     by_worker = {stage["worker"]: stage["memory_bytes"] for stage in plan["stages"]}
-    return (plan["step_seconds"], measured), [*zip(by_worker.values(), peaks, strict=True)]
-
-
-def layers_of(plan: Any) -> list[tuple[int, int]]:
-    return [tuple(stage["layers"]) for stage in sorted(plan["stages"], key=lambda s: s["stage"])]
-
-
-def pipeworker(env: dict[str, str], *words: str) -> str:
-    """Run a command; return its output."""
-    line = [sys.executable, "-m", "pipeworker", *words]
-    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=300)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(words)} failed:\n{done.stdout}{done.stderr}")
-    return done.stdout
+    return (plan["step_seconds"], seconds), [*zip(by_worker.values(), peaks, strict=True)]
 
 
 if __name__ == "__main__":

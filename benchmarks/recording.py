@@ -14,7 +14,7 @@ import statistics
 from pathlib import Path
 from time import perf_counter
 
-from parts import pipeworker_step
+from launches import step_seconds
 
 from pipeworker.trace.ring import Ring
 
@@ -35,13 +35,13 @@ def main() -> None:
     some, every = [], []
     for _ in range(args.rounds):
 
-        def step(job: str, options: tuple[str, ...] = ()) -> float:
+        def step(job: str, options: str = "") -> float:
             path = HERE.with_name(job)
-            return pipeworker_step(path, k, m, args.steps, "never", *words, options=options)
+            return step_seconds(path, k, m, args.steps, "never", *words, options=options)
 
         none = step("unrecorded_job.py")
         some.append(step("emulated_job.py") / none)
-        every.append(step("emulated_job.py", ("--trace",)) / none)
+        every.append(step("emulated_job.py", "--trace") / none)
     shares = [f"{statistics.median(ratios) - 1:+.2%}" for ratios in (some, every)]
     print(f"K={k} M={m}: some steps recorded {shares[0]}, all {shares[1]}")
     print(f"marks: {marks() * 1e6:.2f} us an action")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from parts import SKIPPED_STEPS
+from launches import SKIPPED_STEPS
 
 from pipeworker.plan.actions import Kind
 from pipeworker.record.rundir import RunDir
@@ -16,15 +16,14 @@ _NEEDS = {Kind.FORWARD: -1, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1, Kind.BACKW
 """The stage of which an action needs the one of its direction, relative to its own."""
 
 
-def add_replayed(shares: list[float], path: Path) -> None:
-    """Add the median of the duration of a run's repeated steps relative to the real ones.
+def replayed(path: Path) -> float:
+    """Return the median of the duration of a run's repeated steps relative to the real ones.
 
     It is 1 where a step took only what the schedule costs with these actions; the rest is the cost
     of transfers and of the runtime. For a run on one host, of layers without skips.
     """
     batches = mini_batches(read_timeline(RunDir(path)).lives)
-    found = [_share(batch) for batch in batches if batch.step > SKIPPED_STEPS]
-    shares.append(statistics.median(found))
+    return statistics.median(_share(one) for one in batches if one.step > SKIPPED_STEPS)
 
 
 def _share(batch: MiniBatch) -> float:

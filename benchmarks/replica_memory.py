@@ -9,12 +9,8 @@ peak of a job's workers in MiB, interpreter and torch (about 220) included.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import tempfile
-from pathlib import Path
 
-from prediction import pipeworker
+from launches import launched
 
 JOB = """
 import sys
@@ -46,21 +42,15 @@ def main() -> None:
     parser.add_argument("--replicas", nargs="+", default=["1", "2", "4"])
     args = parser.parse_args()
     print("| replicas | plain | `--shard-optimizer` |\n|---|---|---|")
-    with tempfile.TemporaryDirectory() as folder:
-        job = Path(folder, "job.py")
-        job.write_text(JOB)
-        for replicas in args.replicas:
-            cells = [replicas]
-            for options in ((), ("--shard-optimizer",)):
-                run = Path(folder, f"run-{replicas}-{len(options)}")
-                words = ["--stages", "1", "--replicas", replicas, "--microbatches", "8"]
-                words += ["--steps", "6", "--balance", "even", "--recompute", "never", "--quiet"]
-                words += ["--max-restarts", "0", "--checkpoint-every", "end", *options]
-                words += ["--run-dir", str(run), str(job), "--", args.parameters]
-                pipeworker(dict(os.environ), "launch", *words)
-                peaks = json.loads((run / "summary.json").read_text())["peak_memory_bytes"]
-                cells.append(f"{max(peaks) / 2**20:.0f}")
-            print(f"| {' | '.join(cells)} |", flush=True)
+    shape = "--stages 1 --microbatches 8 --steps 6 --balance even --recompute never --quiet"
+    shape += " --max-restarts 0 --checkpoint-every end"
+    for replicas in args.replicas:
+        cells = [replicas]
+        for option in ("", "--shard-optimizer"):
+            options = f"{shape} --replicas {replicas} {option}"
+            with launched(JOB, options, args.parameters) as run:
+                cells.append(f"{max(run.peaks) / 2**20:.0f}")
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 from itertools import groupby
-from pathlib import Path
 
-from parts import python
+from launches import launched
 
 JOB = """
 import json
@@ -85,15 +83,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     args = parser.parse_args()
     count = args.stages * args.replicas
-    with tempfile.TemporaryDirectory() as folder:
-        job, run = Path(folder, "job.py"), Path(folder, "run")
-        job.write_text(JOB)
-        line = ["-m", "pipeworker", "launch", "--stages", str(args.stages)]
-        line += ["--replicas", str(args.replicas), "--microbatches", str(4 * count)]
-        line += ["--steps", str(args.steps), "--recompute", "never", "--run-dir", str(run)]
-        python(*line, str(job), "--", str(args.stages), str(args.parameters), str(args.seconds))
+    options = f"--stages {args.stages} --replicas {args.replicas} --microbatches {4 * count}"
+    options += f" --steps {args.steps} --recompute never"
+    with launched(JOB, options, args.stages, args.parameters, args.seconds) as run:
         logs = {
-            (stage, replica): (run / f"logs/worker-{replica * args.stages + stage}.log").read_text()
+            (stage, replica): run.log(replica * args.stages + stage)
             for replica in range(args.replicas)
             for stage in range(args.stages)
         }

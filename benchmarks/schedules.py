@@ -22,14 +22,14 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from parts import load_job, pipeworker_step, python
+from launches import launched, result
+from parts import load_job
 from peer import PLACED, peer
-from replay import add_replayed
+from replay import replayed
 
 from pipeworker.plan.actions import Action, Kind
 from pipeworker.plan.check import check
@@ -60,7 +60,8 @@ def main() -> None:
     parser.add_argument("--no-peer", action="store_true")
     args = parser.parse_args()
     k, m = args.stages, args.microbatches
-    words = (str(2 * k), str(args.forward / 2), str(args.bytes), str(m))
+    words = (2 * k, args.forward / 2, args.bytes, m)
+    options = f"--stages {k} --microbatches {m} --steps {args.steps} --recompute never"
     print(f"K={k} M={m}, medians of {args.rounds} rounds, seconds a step")
     print(f"{'schedule':18}   bound    ours  share  replayed  live    peer  share  ours/peer")
     for name in args.only:
@@ -69,22 +70,22 @@ def main() -> None:
         check(schedule)
         live = max(map(most_live, schedule.workers)) / order.virtual_stages
         bounds, times, peers = [], [], []
-        replayed: list[float] = []
+        shares: list[float] = []
         for _ in range(args.rounds):
-            layer = json.loads(python(str(HERE), "layer", *words))
+            layer = result(HERE, "layer", *words)
             costs = [seconds * 2 / order.virtual_stages for seconds in layer]
             even = [(each,) * schedule.placement.stages for each in costs]
             bounds.append(simulate(schedule, Costs(even[0], even[1], even[2])).makespan)
-            run = partial(pipeworker_step, JOB, k, m, args.steps, "never")
-            look = partial(add_replayed, replayed)
-            times.append(run(*words, options=("--schedule", name), look=look))
+            with launched(JOB, f"{options} --schedule {name}", *words) as run:
+                times.append(run.seconds)
+                shares.append(replayed(run.path))
             refused = name == "dualpipev" and m < 2 * k  # by the peer
             if name in PEERS and not (args.no_peer or refused):
                 layers = [1] * 2 * k if PLACED[PEERS[name]] else [2] * k
                 peers.append(peer(PEERS[name], JOB, layers, m, args.steps, *words).seconds)
         share = statistics.median(b / t for b, t in zip(bounds, times, strict=True))
         line = f"{name:18} {statistics.median(bounds):7.4f} {statistics.median(times):7.4f}"
-        line += f"  {share:5.3f}     {statistics.median(replayed):5.3f} {live:5.1f}"
+        line += f"  {share:5.3f}     {statistics.median(shares):5.3f} {live:5.1f}"
         if peers:
             peer_share = statistics.median(b / t for b, t in zip(bounds, peers, strict=True))
             rate = statistics.median(p / t for p, t in zip(peers, times, strict=True))

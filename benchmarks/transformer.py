@@ -9,7 +9,8 @@ import argparse
 import statistics
 from pathlib import Path
 
-from parts import pipeworker_step, plain
+from launches import step_seconds
+from parts import plain
 from peer import GPIPE, peer
 
 JOB = Path(__file__).with_name("transformer_job.py").resolve()
@@ -26,7 +27,7 @@ def main() -> None:
     for _ in range(args.rounds):
         both = max(both for _, both in plain(JOB, k, m, str(m)))
         bounds.append((m + k - 1) * both)
-        times.append(pipeworker_step(JOB, k, m, args.steps, "never", str(m)))
+        times.append(step_seconds(JOB, k, m, args.steps, "never", str(m)))
         peers.append(peer(GPIPE, JOB, k, m, args.steps, str(m)).seconds)
     share = statistics.median(b / t for b, t in zip(bounds, times, strict=True))
     ratio = statistics.median(p / t for p, t in zip(peers, times, strict=True))

@@ -9,7 +9,7 @@ import argparse
 import statistics
 from pathlib import Path
 
-from parts import pipeworker_step
+from launches import step_seconds
 
 JOB = Path(__file__).with_name("whole_job.py").resolve()
 
@@ -27,7 +27,7 @@ def main() -> None:
         times: dict[str, list[float]] = {"module": [], "list": []}
         for _ in range(args.rounds):
             for kind, found in times.items():
-                step = pipeworker_step(JOB, k, m, args.steps, "never", str(m), kind)
+                step = step_seconds(JOB, k, m, args.steps, "never", str(m), kind)
                 found.append(step)
         ratios = [a / b for a, b in zip(times["module"], times["list"], strict=True)]
         medians = "  ".join(f"{kind} {statistics.median(t):.4f}" for kind, t in times.items())

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
-from parts import SKIPPED_STEPS, pipeworker_step
+from launches import SKIPPED_STEPS, step_seconds
 
 TEXT = """\
 A U-shaped network of eight emulated accelerators, each of which sleeps 10 ms in forward and 20 ms
@@ -19,11 +19,11 @@ and the one before it have that. torchgpipe's ablation takes away what orders it
 """
 JOB = Path(__file__).parents[1].resolve() / "ablation_job.py"
 WORKERS, MICROBATCHES, SECONDS, BYTES, ROUNDS = 8, 32, 0.010, 1 << 20, 3
-GLOO = ("--backend", "gloo")
+GLOO = "--backend gloo"
 ROWS = (
-    ("all features", "nothing", ()),
-    ("without early recompute", "recompute", ()),
-    ("without direct skips", "skips", ()),
+    ("all features", "nothing", ""),
+    ("without early recompute", "recompute", ""),
+    ("without direct skips", "skips", ""),
     ("all features, gloo", "nothing", GLOO),
     ("without posted receives, gloo", "receives", GLOO),
 )
@@ -36,7 +36,7 @@ def lines() -> Iterator[str]:
     times: dict[str, list[float]] = {name: [] for name, *_ in ROWS}
     for _ in range(ROUNDS):
         for name, lacks, options in ROWS:
-            times[name].append(_step(lacks, *options))
+            times[name].append(_step(lacks, options))
     base = 0.0
     for name, lacks, _ in ROWS:
         took = statistics.median(times[name])
@@ -44,8 +44,7 @@ def lines() -> Iterator[str]:
         yield f"| {name} | {took:.3f} | {took / base:.3f} |"
 
 
-def _step(lacks: str, *options: str) -> float:
-    words = (str(WORKERS), str(SECONDS), str(BYTES), str(MICROBATCHES), lacks)
-    steps = SKIPPED_STEPS + 3
-    options = ("--balance", "even", *options)
-    return pipeworker_step(JOB, WORKERS, MICROBATCHES, steps, "always", *words, options=options)
+def _step(lacks: str, options: str) -> float:
+    words = (WORKERS, SECONDS, BYTES, MICROBATCHES, lacks)
+    shape = WORKERS, MICROBATCHES, SKIPPED_STEPS + 3, "always"
+    return step_seconds(JOB, *shape, *words, options=f"--balance even {options}")

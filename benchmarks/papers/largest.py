@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from prediction import pipeworker
+from launches import balance_of, launched, planned
 
 from papers.networks import EXAMPLES
 
@@ -178,28 +178,22 @@ def _balance(network: Growth, workers: int, words: list[str]) -> str:
 
     A plan counts what this benchmark does without, two copies of weights and states for recovery.
     """
-    file = str(EXAMPLES / network.file)
-    line = [sys.executable, "-m", "pipeworker", "plan", "--stages", str(workers), "--json"]
-    line += ["--recompute", "always", "--microbatches", str(network.microbatches)]
+    options = f"--stages {workers} --recompute always --microbatches {network.microbatches}"
     for times in (1.0, 1.5, 2.0, 2.5, 3.0):
         memory = round(_base() + times * MIB * 2**20)
-        last = ["--memory", str(memory), file, "--", *words]
-        done = subprocess.run([*line, *last], capture_output=True, text=True)
-        if done.returncode == 0:
-            stages = json.loads(done.stdout)["stages"]
-            ends = sorted(stage["layers"] for stage in stages)
-            return ",".join(str(end - begin) for begin, end in ends)
-        if REFUSED not in done.stderr:
-            raise SystemExit(done.stderr)
+        try:
+            plan = planned(EXAMPLES / network.file, f"{options} --memory {memory}", *words)
+        except SystemExit as error:
+            if REFUSED not in str(error):
+                raise
+        else:
+            return ",".join(map(str, balance_of(plan)))
     return ""
 
 
 @cache
 def _base() -> int:
     """Return the bytes that a worker without a network has in a plan."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        words = ["--stages", "1", "--steps", "1", "--quiet", "--run-dir", str(run)]
-        pipeworker(dict(os.environ), "launch", *words, str(EXAMPLES / "transformer.py"))
-        base: int = json.loads((run / "plan.json").read_text())["facts"]["base_bytes"]
+    with launched(EXAMPLES / "transformer.py", "--stages 1 --steps 1 --quiet") as run:
+        base: int = run.read("plan")["facts"]["base_bytes"]
     return base

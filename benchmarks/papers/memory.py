@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator
 
-from prediction import pipeworker
+from launches import planned
 
 from papers.networks import EXAMPLES
 
@@ -36,10 +34,10 @@ def lines() -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for name, workers, blocks, channels, published, gib in ROWS:
         mode, microbatches = ("never", 1) if name == "baseline" else ("always", 32)
-        words = ["--stages", str(workers), "--microbatches", str(microbatches), "--no-profile"]
-        words += ["--recompute", mode, "--memory", "1TB", "--json", str(EXAMPLES / "unet.py"), "--"]
-        words += ["--blocks", str(blocks), "--channels", str(channels), "--side", "192", "--noise"]
-        stages = json.loads(pipeworker(dict(os.environ), "plan", *words))["stages"]
+        options = f"--stages {workers} --microbatches {microbatches} --recompute {mode}"
+        words = f"--blocks {blocks} --channels {channels} --side 192 --noise".split()
+        options += " --no-profile --memory 1TB"
+        stages = planned(EXAMPLES / "unet.py", options, *words)["stages"]
         needed = sum(stage["memory_bytes"] for stage in stages)
         count = sum(stage["parameters"] for stage in stages)
         assert abs(count / 1e6 / published - 1) < 0.01

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from prediction import pipeworker
+from launches import planned
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "papers"
 SAMPLES = 32
@@ -44,14 +42,13 @@ Stages = tuple[tuple[float, float], ...]
 
 
 @cache
-def stages_of(network: Network, workers: int, *options: str) -> Stages:
+def stages_of(network: Network, workers: int, options: str) -> Stages:
     """Return the stages that `plan` divides a network into, with further options.
 
     The first call measures the layers of the network.
     """
-    words = ["--stages", str(workers), "--microbatches", str(SAMPLES), "--recompute", "always"]
-    words += ["--memory", "1TB", "--json", *options, str(EXAMPLES / network.file), "--"]
-    words += [*network.words.split(), "--batch", str(SAMPLES)]
-    found = json.loads(pipeworker(dict(os.environ), "plan", *words))["stages"]
-    seconds = [stage["seconds"] for stage in sorted(found, key=lambda stage: stage["stage"])]
+    shape = f"--stages {workers} --microbatches {SAMPLES} --recompute always --memory 1TB"
+    words = (*network.words.split(), "--batch", SAMPLES)
+    plan = planned(EXAMPLES / network.file, f"{shape} {options}", *words)
+    seconds = [stage["seconds"] for stage in plan["stages"]]
     return tuple((one["forward"] / SAMPLES, one["backward"] / SAMPLES) for one in seconds)

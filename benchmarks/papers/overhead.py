@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from prediction import pipeworker
+from launches import SKIPPED_STEPS, launched, python
 
 from papers.networks import AMOEBANET, SAMPLES, TRANSFORMER
-from papers.throughput import scaled, step
+from papers.throughput import JOB, scaled, words_of
 
 TEXT = """\
 Shares of a step's time, the mean of eight workers, as `pipeworker report` has them for the runs of
@@ -32,6 +29,8 @@ PARTS = {
 }
 """The report's parts, by the paper's words."""
 WORKERS, SECONDS = 8, 0.010
+OPTIONS = f"--stages {WORKERS} --microbatches {SAMPLES} --steps {SKIPPED_STEPS + 3}"
+OPTIONS += " --recompute always --balance even --trace"
 
 
 def lines() -> Iterator[str]:
@@ -39,15 +38,10 @@ def lines() -> Iterator[str]:
     yield f"| network | {' | '.join(PARTS)} |"
     yield "|---" * (1 + len(PARTS)) + "|"
     for network in (AMOEBANET, TRANSFORMER):
-        reports: list[dict[str, Any]] = []
-        stages = scaled(network, WORKERS, SECONDS)
-        step(stages, WORKERS, SAMPLES, "--trace", look=partial(_read, reports))
-        shares = _shares(reports[0])
+        words = words_of(scaled(network, WORKERS, SECONDS))
+        with launched(JOB, OPTIONS, *words) as run:
+            shares = _shares(json.loads(python("-m", "pipeworker", "report", run.path, "--json")))
         yield f"| {network.title} | {' | '.join(f'{100 * part:.1f} %' for part in shares)} |"
-
-
-def _read(reports: list[dict[str, Any]], run: Path) -> None:
-    reports.append(json.loads(pipeworker(dict(os.environ), "report", str(run), "--json")))
 
 
 def _shares(report: dict[str, Any]) -> list[float]:

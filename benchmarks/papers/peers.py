@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from operator import methodcaller
 from pathlib import Path
 from statistics import median
 
-from parts import SKIPPED_STEPS, pipeworker_step
+from launches import SKIPPED_STEPS, balance_of, launched, planned
 from peer import PLACED, Measured, peer
-from prediction import pipeworker
 
-from papers.networks import AMOEBANET, EXAMPLES, SAMPLES, TRANSFORMER, Network
-from papers.throughput import BETTER, BYTES, scaled
+from papers.networks import AMOEBANET, EXAMPLES, TRANSFORMER, Network
+from papers.throughput import BETTER, scaled, words_of
 from papers.throughput import JOB as EMULATED
 
 TEXT = """\
@@ -34,13 +31,7 @@ torchgpipe's CPU stages share one thread, so that nothing overlaps: it is made f
 has one schedule, 1F1B. A network without a figure was refused.
 """
 TORCH = [kind for kind in PLACED if kind != "ScheduleDualPipeV"]
-OURS = {
-    "gpipe": (),
-    "1f1b": ("--schedule", "1f1b"),
-    "interleaved-1f1b": BETTER,
-    "zb-h1": ("--schedule", "zb-h1"),
-    "zbv": ("--schedule", "zbv"),
-}
+OURS = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv")
 STEPS = SKIPPED_STEPS + 3
 ROUNDS = 3
 """Rounds of the networks that compute."""
@@ -55,27 +46,26 @@ class Case:
     microbatches: int
     emulated: bool
 
-    def job(self, interleaved: bool) -> tuple[Path, tuple[str, ...]]:
+    def job(self, interleaved: bool) -> tuple[Path, tuple[object, ...]]:
         """Return the job file and its arguments, for one or two stages a worker."""
         if not self.emulated:
             return EXAMPLES / self.network.file, tuple(self.network.words.split())
-        stages = scaled(self.network, self.workers, 0.010, *(BETTER if interleaved else ()))
-        return EMULATED, (json.dumps(stages), str(len(stages)), str(BYTES), str(SAMPLES))
+        stages = scaled(self.network, self.workers, 0.010, BETTER if interleaved else "")
+        return EMULATED, words_of(stages)
 
-    def ours(self, *options: str) -> Measured:
+    @property
+    def shape(self) -> str:
+        """The options of its commands."""
+        return f"--stages {self.workers} --microbatches {self.microbatches} --recompute never"
+
+    def ours(self, schedule: str) -> Measured:
         """Measure pipeworker."""
-        interleaved = "--schedule" in options and options[1] in ("interleaved-1f1b", "zbv")
+        interleaved = schedule in ("interleaved-1f1b", "zbv")
         job, words = self.job(interleaved)
         balance = ",".join(map(str, _balance(self, interleaved)))
-        peaks: list[int] = []
-
-        def look(run: Path) -> None:
-            summary = json.loads((run / "summary.json").read_text())
-            peaks.append(max(summary["peak_memory_bytes"]))
-
-        run = partial(pipeworker_step, job, self.workers, self.microbatches, STEPS, "never")
-        seconds = run(*words, options=("--balance", balance, *options), look=look)
-        return Measured(seconds, peaks[0])
+        options = f"{self.shape} --steps {STEPS} --balance {balance} --schedule {schedule}"
+        with launched(job, options, *words) as run:
+            return Measured(run.seconds, max(run.peaks))
 
     def peer(self, kind: str) -> Measured:
         """Measure another pipeline."""
@@ -115,11 +105,7 @@ def _balance(case: Case, interleaved: bool) -> list[int]:
     if case.emulated:
         return [1] * case.workers * (1 + interleaved)
     job, words = case.job(interleaved)
-    line = ["--stages", str(case.workers), "--microbatches", str(case.microbatches)]
-    line += ["--recompute", "never", "--json", *(BETTER if interleaved else ())]
-    found = json.loads(pipeworker(dict(os.environ), "plan", *line, str(job), "--", *words))
-    stages = sorted(found["stages"], key=lambda stage: int(stage["stage"]))
-    return [stage["layers"][1] - stage["layers"][0] for stage in stages]
+    return balance_of(planned(job, f"{case.shape} {BETTER if interleaved else ''}", *words))
 
 
 def lines() -> Iterator[str]:
@@ -135,8 +121,8 @@ def lines() -> Iterator[str]:
 
 def _pipelines() -> Iterator[tuple[str, Runner]]:
     """Yield the name of each pipeline and how it is measured, pipeworker's `gpipe` first."""
-    for name, options in OURS.items():
-        yield f"pipeworker `{name}`", methodcaller("ours", *options)
+    for name in OURS:
+        yield f"pipeworker `{name}`", methodcaller("ours", name)
     for kind in (*TORCH, *filter(importlib.util.find_spec, ("deepspeed", "torchgpipe"))):
         title = f"torch `{kind}`" if kind in PLACED else kind
         yield title, methodcaller("peer", kind)

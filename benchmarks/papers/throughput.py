@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from parts import SKIPPED_STEPS, pipeworker_step, plain
+from launches import SKIPPED_STEPS, step_seconds
+from parts import plain
 
 from papers.networks import AMOEBANET, SAMPLES, TRANSFORMER, UNET, Network, Stages, stages_of
 from pipeworker.plan.orders import ORDERS
@@ -36,7 +37,7 @@ PAPER = {
     UNET: (("",) * 3,) * 3,
 }
 """Table 2 of 1811.06965: by workers, by micro-batches. torchgpipe's authors chose M for U-Net."""
-BETTER = ("--schedule", "interleaved-1f1b", "--virtual-stages", "2")
+BETTER = "--schedule interleaved-1f1b --virtual-stages 2"
 
 
 def lines() -> Iterator[str]:
@@ -53,46 +54,41 @@ def _of(network: Network) -> Iterator[str]:
         published = zip(SECONDS.items(), PAPER[network][place], strict=True)
         for (microbatches, seconds), figure in published:
             cells = [network.title, str(workers), str(microbatches), str(figure)]
-            for options in ((), BETTER) if microbatches == SAMPLES else ((),):
-                stages = scaled(network, workers, seconds * microbatches / SAMPLES, *options)
+            for options in ("", BETTER) if microbatches == SAMPLES else ("",):
+                stages = scaled(network, workers, seconds * microbatches / SAMPLES, options)
                 pairs = alone(stages, microbatches)
                 unit = microbatches * sum(forward + both for forward, both in pairs)
-                name = options[1] if options else "gpipe"
-                cells.append(f"{unit / step(stages, workers, microbatches, *options):.2f}")
+                name = "interleaved-1f1b" if options else "gpipe"
+                cells.append(f"{unit / step(stages, workers, microbatches, options):.2f}")
                 cells.append(f"{unit / limit(pairs, workers, microbatches, name):.2f}")
             yield f"| {' | '.join([*cells, '', ''][:8])} |"
 
 
-def scaled(network: Network, workers: int, seconds: float, *options: str) -> Stages:
+def scaled(network: Network, workers: int, seconds: float, options: str = "") -> Stages:
     """Return the stages of a network, so that a sample's forward takes so long in a worker."""
-    stages = stages_of(network, workers, *options)
+    stages = stages_of(network, workers, options)
     scale = seconds * workers / sum(forward for forward, _ in stages)
     return tuple((scale * forward, scale * backward) for forward, backward in stages)
 
 
+def words_of(stages: Stages, samples: int = SAMPLES) -> tuple[object, ...]:
+    """Return the arguments of the job of emulated accelerators."""
+    return json.dumps(stages), len(stages), BYTES, samples
+
+
 def step(
-    stages: Stages,
-    workers: int,
-    microbatches: int,
-    *options: str,
-    recompute: str = "always",
-    look: Callable[[Path], object] = lambda _: None,
+    stages: Stages, workers: int, microbatches: int, options: str = "", recompute: str = "always"
 ) -> float:
-    """Return the median seconds of a step of a real run; `look` is called with its directory."""
-    words = (json.dumps(stages), str(len(stages)), str(BYTES), str(SAMPLES))
-    steps = SKIPPED_STEPS + 3
-    options = ("--balance", "even", *options)
-    return pipeworker_step(
-        JOB, workers, microbatches, steps, recompute, *words, options=options, look=look
-    )
+    """Return the median seconds of a step of a real run."""
+    shape = workers, microbatches, SKIPPED_STEPS + 3, recompute
+    return step_seconds(JOB, *shape, *words_of(stages), options=f"--balance even {options}")
 
 
 def alone(stages: Stages, microbatches: int) -> list[tuple[float, float]]:
     """Return the seconds of a micro-batch in each stage, in one process: (forward, both)."""
     some = min(microbatches, 4)
     samples = SAMPLES * some // microbatches
-    words = (json.dumps(stages), str(len(stages)), str(BYTES), str(samples))
-    return plain(JOB, len(stages), some, *words)
+    return plain(JOB, len(stages), some, *words_of(stages, samples))
 
 
 def limit(
