@@ -48,6 +48,11 @@ def cuts(layers: int, shared: Iterable[SharedBuffer] = ()) -> list[int]:
     return [cut for cut in range(1, layers) if cut not in inside]
 
 
+def most_stages(layers: int, shared: Iterable[SharedBuffer] = ()) -> int:
+    """Return the most stages that layers can make."""
+    return len(cuts(layers, shared)) + 1
+
+
 def even(
     layers: int, stages: int, per_worker: int = 1, shared: Sequence[SharedBuffer] = ()
 ) -> tuple[int, ...]:
@@ -60,10 +65,10 @@ def even(
     Raises:
         UsageError: there are fewer layers than stages, or no such balance.
     """
-    possible = cuts(layers, shared)
-    if len(possible) + 1 < stages:
-        raise _too_few(layers, stages, per_worker, len(possible) + 1)
-    return nearest(sizes(layers, stages), possible)
+    parts = most_stages(layers, shared)
+    if parts < stages:
+        raise _too_few(layers, stages, per_worker, parts)
+    return nearest(sizes(layers, stages), cuts(layers, shared))
 
 
 def _too_few(layers: int, stages: int, per_worker: int, parts: int) -> UsageError:

@@ -5,7 +5,13 @@ Ranks number the workers of replica 0 first, then those of replica 1, and so on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+
+def held_text(stages: Sequence[int]) -> str:
+    """Return how messages call the stages of a worker: ``stage 1``, or ``stages 1, 3``."""
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +101,7 @@ class Placement:
 
     def names(self, rank: int) -> str:
         """Return how messages call a rank: ``stages 1, 3``, or ``stage 1 of replica 0``."""
-        held = self.stages_of(rank)
-        text = f"stage{'s' if len(held) > 1 else ''} {', '.join(map(str, held))}"
+        text = held_text(self.stages_of(rank))
         return text if self.replicas == 1 else f"{text} of replica {self.replica_of(rank)}"
 
     def __str__(self) -> str:

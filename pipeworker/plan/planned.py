@@ -83,6 +83,12 @@ class Planned:
         )
 
     @property
+    def fits(self) -> bool:
+        """Whether each worker stays within its limit."""
+        pairs = zip(self.memory, self.limits, strict=True)
+        return all(limit is None or memory <= limit for memory, limit in pairs)
+
+    @property
     def virtual_stages(self) -> int:
         """The largest number of stages that one worker holds."""
         return max(map(len, self.schedule.placement.held))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeworker.record.checkpoint.folder import step_of
 from pipeworker.record.files.atomic_file import no_link
 from pipeworker.record.files.bounded_file import read_json
 from pipeworker.record.files.located import located
@@ -185,7 +186,7 @@ class RunFeed:
 
     def _checkpoints(self) -> Iterator[Record]:
         for path in self.run_dir.checkpoints.paths():
-            step = int(path.name.removeprefix("step-"))
+            step = step_of(path)
             if step > self._saved:
                 self._saved = step
                 yield Record(CHECKPOINT, step, Path(located(path)))

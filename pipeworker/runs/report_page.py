@@ -31,7 +31,6 @@ from pipeworker.runs.listing import time_text
 from pipeworker.runs.report import NOTHING, Report
 from pipeworker.trace.causes import MiniBatch
 from pipeworker.trace.recorder import UPDATE
-from pipeworker.trace.timeline import WorkerLife
 
 _CURVES = {
     "loss": "loss",
@@ -77,7 +76,7 @@ def _view(run: Run, made: Report | None) -> ReportView:
         nothing = sanitize(f"{run.path}: {NOTHING}")
         return ReportView(title, nothing, figures, drawn, [], [], None, [], None, None, happened)
     lives = made.recorded[-1].lives
-    labels = [_label(life) for life in lives]
+    labels = [life.name for life in lives]
     chosen = list(_chosen(made.recorded))
     return ReportView(
         title,
@@ -92,12 +91,6 @@ def _view(run: Run, made: Report | None) -> ReportView:
         made.planned,
         happened,
     )
-
-
-def _label(life: WorkerLife) -> str:
-    stages = f"stage{'s' * (len(life.stages) > 1)} {', '.join(map(str, life.stages))}"
-    replica = f" of replica {life.replica}" if life.replica else ""
-    return f"worker {life.rank}: {stages}{replica}"
 
 
 def _figures(run: Run, made: Report | None) -> Iterator[tuple[str, str]]:

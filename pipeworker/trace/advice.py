@@ -13,7 +13,7 @@ from pipeworker.errors import PipeworkerError
 from pipeworker.facts.layer_facts import LayerFacts, NetworkFacts
 from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.planned import Planned
-from pipeworker.plan.planner.choices import PlanRequest, fits, plan_request
+from pipeworker.plan.planner.choices import PlanRequest, plan_request
 from pipeworker.plan.planner.costs import LayerCosts, Range, speeds
 from pipeworker.plan.simulate import Costs
 from pipeworker.plan.text import is_text
@@ -140,7 +140,7 @@ def _plan(facts: NetworkFacts, request: PlanRequest) -> Planned | None:
         planned = plan_request(facts, request, strict=False)
     except PipeworkerError:  # too few layers, or micro-batches
         return None
-    return planned if fits(planned) else None
+    return planned if planned.fits else None
 
 
 def _slowest(now: Planned) -> str:

@@ -16,28 +16,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeworker.plan import simulate
-from pipeworker.plan.actions import RECEIVES, SENDS, WEIGHTS, Action, Edge, Kind, edge_of
+from pipeworker.plan.actions import RECEIVES, SENDS, WEIGHTS, Edge, Kind, edge_of
 from pipeworker.trace.causes import recoveries
 from pipeworker.trace.timeline import ActionSpan, Command, WorkerLife
 
 Event = dict[str, Any]
-_NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.RECOMPUTE: "recompute",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "backward of the input",
-    Kind.BACKWARD_WEIGHT: "backward of the weights",
-    Kind.LOAD: "data",
-    Kind.FETCH: "fetch",
+_DRAWN: dict[Kind, Event] = {
+    Kind.FORWARD: {"cat": "forward", "cname": "thread_state_running"},
+    Kind.RECOMPUTE: {"cat": "recompute", "cname": "thread_state_runnable"},
+    Kind.BACKWARD: {"cat": "backward", "cname": "rail_response"},
+    Kind.BACKWARD_INPUT: {"cat": "backward of the input", "cname": "rail_response"},
+    Kind.BACKWARD_WEIGHT: {"cat": "backward of the weights", "cname": "rail_animation"},
+    Kind.LOAD: {"cat": "data", "cname": "rail_load"},
+    Kind.FETCH: {"cat": "fetch"},
 }
-_COLORS = {
-    "forward": "thread_state_running",
-    "recompute": "thread_state_runnable",
-    "backward": "rail_response",
-    "backward of the input": "rail_response",
-    "backward of the weights": "rail_animation",
-    "data": "rail_load",
-}
+"""The category and the colour of actions that compute or read data."""
 _RUN, _PLANNED = 0, 1_000_000
 """Processes of the trace that are no workers: the run, and the planned steps of worker 0, 1, ..."""
 Key = tuple[int, int, int, int, Edge, int]
@@ -125,7 +118,11 @@ def _planned(every: Sequence[Sequence[Command]], plan: Plan, zero: float) -> Ite
                     "microbatch": first + action.microbatch,
                 }
                 event = {"pid": pid, "tid": 1, "ph": "X", "name": str(action), "args": args}
-                yield {**event, **_drawn(action), **_times(begin + start, begin + end, zero)}
+                yield {
+                    **event,
+                    **_DRAWN.get(action.kind, {}),
+                    **_times(begin + start, begin + end, zero),
+                }
 
 
 def by_host(lives: Sequence[WorkerLife], found: Sequence[Event]) -> dict[str, list[Event]]:
@@ -146,13 +143,8 @@ def _numbered(lives: Sequence[WorkerLife]) -> dict[tuple[int, int], int]:
 
 
 def _process(life: WorkerLife, pid: int) -> Iterator[Event]:
-    stages = f"stage{'s' * (len(life.stages) > 1)} {', '.join(map(str, life.stages))}"
-    name = f"worker {life.rank}: {stages}"
-    if life.replica:
-        name += f" of replica {life.replica}"
-    if life.generation > 1:
-        name += f", generation {life.generation}"
-    yield from _named(pid, name, life.host)
+    generation = f", generation {life.generation}" if life.generation > 1 else ""
+    yield from _named(pid, f"{life.name}{generation}", life.host)
 
 
 def _named(pid: int, name: str, label: str) -> Iterator[Event]:
@@ -164,14 +156,6 @@ def _named(pid: int, name: str, label: str) -> Iterator[Event]:
         ("thread_name", {"name": "actions"}),
     ):
         yield {"ph": "M", "pid": pid, "tid": 1, "name": kind, "args": args}
-
-
-def _drawn(action: Action) -> Event:
-    """Return the category and the colour of an action that computes or reads data."""
-    name = _NAMES.get(action.kind)
-    if name is None:
-        return {}
-    return {"cat": name} | ({"cname": _COLORS[name]} if name in _COLORS else {})
 
 
 def _slices(command: Command, pid: int, zero: float) -> Iterator[Event]:
@@ -188,7 +172,11 @@ def _slices(command: Command, pid: int, zero: float) -> Iterator[Event]:
         if ended is None:
             args["died"] = True
         event = {**where, "ph": "X", "name": str(action), "args": args}
-        yield {**event, **_drawn(action), **_times(begin, end if ended is None else ended, zero)}
+        yield {
+            **event,
+            **_DRAWN.get(action.kind, {}),
+            **_times(begin, end if ended is None else ended, zero),
+        }
 
 
 def _counters(

@@ -15,6 +15,7 @@ import msgspec
 
 from pipeworker.errors import ScheduleError, UnreadableFile
 from pipeworker.plan.actions import Action, parse_actions
+from pipeworker.plan.placement import held_text
 from pipeworker.record.files.bounded_file import load_json
 from pipeworker.record.metrics.rows import read_lines
 from pipeworker.record.rundir import RunDir
@@ -108,6 +109,12 @@ class WorkerLife:
     time: float
     commands: tuple[Command, ...]
     samples: tuple[ClockSample, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What people call the worker: ``worker 3: stage 1 of replica 1``."""
+        replica = f" of replica {self.replica}" if self.replica else ""
+        return f"worker {self.rank}: {held_text(self.stages)}{replica}"
 
 
 class _Start(msgspec.Struct):

@@ -15,7 +15,6 @@ from pipeworker.plan.planner.choices import (
     PlanRequest,
     alternatives,
     fewest_workers,
-    fits,
     for_workers,
     largest_microbatches,
     plan_request,
@@ -95,7 +94,7 @@ def test_the_most_micro_batches_that_fit(limit: int) -> None:
     facts = network(LAYERS, limit, 2)
     found = largest_microbatches(facts, GPIPE)
     assert 0 < found < MOST_MICROBATCHES
-    assert fits(plan_request(facts, replace(GPIPE, microbatches=found)))
+    assert plan_request(facts, replace(GPIPE, microbatches=found)).fits
     with pytest.raises(UsageError, match="memory"):
         plan_request(facts, replace(GPIPE, microbatches=found + 1))
     twice = replace(GPIPE, replicas=2)

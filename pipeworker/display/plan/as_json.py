@@ -13,58 +13,52 @@ def to_json(view: PlanView) -> dict[str, Any]:
     Where nothing was measured, seconds are None, because counts of operations have no unit.
     """
     planned = view.planned
+
+    def known(value: float) -> float | None:
+        return value if view.measured else None
+
+    def stage(one: StageView) -> dict[str, Any]:
+        times = {"forward": one.forward, "recompute": one.recompute, "backward": one.backward}
+        return {
+            "stage": one.stage,
+            "worker": one.worker,
+            "layers": list(one.layers),
+            "parameters": one.parameters,
+            "seconds": {name: known(value) for name, value in times.items()},
+            "memory_bytes": one.memory,
+            "limit_bytes": one.limit,
+            "recompute": one.mode,
+        }
+
+    def choice(one: Choice) -> dict[str, Any]:
+        named = {
+            "schedule": one.order,
+            "stages": one.stages,
+            "virtual_stages": one.virtual_stages,
+            "microbatches": one.microbatches,
+        }
+        if one.problem:
+            return {**named, "problem": one.problem}
+        return {
+            **named,
+            "step_seconds": known(one.step_seconds),
+            "samples_per_second": known(one.samples_per_second),
+            "bubble": one.bubble,
+            "memory_bytes": one.memory,
+            "fits": one.fits,
+        }
+
     return {
         "schedule": planned.name,
         "microbatches": planned.schedule.microbatches,
         "virtual_stages": planned.virtual_stages,
         "samples": view.samples_each,
         "measured": view.measured,
-        "stages": [_stage(stage, measured=view.measured) for stage in view.stages],
-        "update_seconds": _known(planned.update, measured=view.measured),
-        "step_seconds": _known(planned.step_seconds, measured=view.measured),
-        "samples_per_second": _known(view.samples_per_second, measured=view.measured),
+        "stages": [*map(stage, view.stages)],
+        "update_seconds": known(planned.update),
+        "step_seconds": known(planned.step_seconds),
+        "samples_per_second": known(view.samples_per_second),
         "bubble": planned.timing.bubble,
         "why": list(planned.why),
-        "alternatives": [_choice(one, measured=view.measured) for one in view.choices],
+        "alternatives": [*map(choice, view.choices)],
     }
-
-
-def _stage(stage: StageView, *, measured: bool) -> dict[str, Any]:
-    times = {
-        "forward": stage.forward,
-        "recompute": stage.recompute,
-        "backward": stage.backward,
-    }
-    return {
-        "stage": stage.stage,
-        "worker": stage.worker,
-        "layers": list(stage.layers),
-        "parameters": stage.parameters,
-        "seconds": {name: _known(value, measured=measured) for name, value in times.items()},
-        "memory_bytes": stage.memory,
-        "limit_bytes": stage.limit,
-        "recompute": stage.mode,
-    }
-
-
-def _choice(one: Choice, *, measured: bool) -> dict[str, Any]:
-    named = {
-        "schedule": one.order,
-        "stages": one.stages,
-        "virtual_stages": one.virtual_stages,
-        "microbatches": one.microbatches,
-    }
-    if one.problem:
-        return {**named, "problem": one.problem}
-    return {
-        **named,
-        "step_seconds": _known(one.step_seconds, measured=measured),
-        "samples_per_second": _known(one.samples_per_second, measured=measured),
-        "bubble": one.bubble,
-        "memory_bytes": one.memory,
-        "fits": one.fits,
-    }
-
-
-def _known(value: float, *, measured: bool) -> float | None:
-    return value if measured else None

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
-from pipeworker.display.plan.view import PlanView, StageView
+from pipeworker.display.plan.view import Choice, PlanView, StageView
 from pipeworker.display.text import table
 from pipeworker.plan.actions import Kind
 from pipeworker.plan.figures import bytes_text, count_text, rate_text, seconds_text
@@ -68,56 +68,64 @@ def summary(view: PlanView) -> Iterator[str]:
     yield from planned.why
 
 
-def stage_table(view: PlanView) -> list[str]:
-    """Return a table with a row for each stage; times are those of a step."""
-    looped = view.planned.virtual_stages > 1
-    head = ["stage", *(["worker"] if looped else []), "layers", "parameters"]
-    head += ["forward", "recompute", "backward", "memory", "limit", "recompute mode"]
-    total = sum(stage.seconds for stage in view.stages)
+STAGE_HEAD = (
+    *("stage", "worker", "layers", "parameters", "forward", "recompute", "backward"),
+    *("memory", "limit", "recompute mode"),
+)
+CHOICE_HEAD = ("schedule", "stages", "step", "samples/s", "bubble", "memory")
+"""The heads of a table of choices, whose last column is a note."""
+
+
+def stage_cells(view: PlanView, stage: StageView) -> list[str]:
+    """Return the cells of a stage, as in STAGE_HEAD; times are those of a step."""
+    total = sum(one.seconds for one in view.stages)
 
     def time(seconds: float) -> str:
         if not seconds:
             return "-"
         return seconds_text(seconds) if view.measured else f"{seconds / total:.1%}"
 
-    def cells(stage: StageView) -> list[str]:
-        first, stop = stage.layers
-        limit = "-" if stage.limit is None else bytes_text(stage.limit)
-        return [
-            str(stage.stage),
-            *([str(stage.worker)] if looped else []),
-            f"{first}-{stop - 1}" if stop - first > 1 else str(first),
-            count_text(stage.parameters),
-            *(time(seconds) for seconds in (stage.forward, stage.recompute, stage.backward)),
-            bytes_text(stage.memory),
-            limit,
-            stage.mode,
-        ]
+    first, stop = stage.layers
+    return [
+        str(stage.stage),
+        str(stage.worker),
+        f"{first}-{stop - 1}" if stop - first > 1 else str(first),
+        count_text(stage.parameters),
+        *(time(seconds) for seconds in (stage.forward, stage.recompute, stage.backward)),
+        bytes_text(stage.memory),
+        "-" if stage.limit is None else bytes_text(stage.limit),
+        stage.mode,
+    ]
 
-    rows = [head, *map(cells, view.stages)]
-    return table(rows, right=range(len(head) - 1))
+
+def choice_cells(view: PlanView, one: Choice) -> list[str]:
+    """Return the cells of a choice, as in CHOICE_HEAD, and a note."""
+    virtual = f" × {one.virtual_stages}" if one.virtual_stages > 1 else ""
+    name = [one.order, f"{one.stages}{virtual}"]
+    if one.problem:
+        return [*name, *"----", one.problem]
+    return [
+        *name,
+        seconds_text(one.step_seconds) if view.measured else "-",
+        rate_text(one.samples_per_second) if view.measured else "-",
+        f"{one.bubble:.1%}",
+        bytes_text(one.memory),
+        "" if one.fits else "does not fit",
+    ]
+
+
+def stage_table(view: PlanView) -> list[str]:
+    """Return a table with a row for each stage, and its worker if workers hold several."""
+    rows = [[*STAGE_HEAD], *(stage_cells(view, stage) for stage in view.stages)]
+    if view.planned.virtual_stages == 1:
+        rows = [[stage, *others] for stage, _, *others in rows]
+    return table(rows, right=range(len(rows[0]) - 1))
 
 
 def choice_table(view: PlanView) -> list[str]:
     """Return a table of plans side by side; this plan is marked."""
-    head = ["", "schedule", "stages", "step", "samples/s", "bubble", "memory", ""]
-    rows = [head]
-    for one in view.choices:
-        virtual = f" × {one.virtual_stages}" if one.virtual_stages > 1 else ""
-        name = ["*" if view.is_chosen(one) else "", one.order, f"{one.stages}{virtual}"]
-        if one.problem:
-            rows.append([*name, "-", "-", "-", "-", one.problem])
-            continue
-        rows.append(
-            [
-                *name,
-                seconds_text(one.step_seconds) if view.measured else "-",
-                rate_text(one.samples_per_second) if view.measured else "-",
-                f"{one.bubble:.1%}",
-                bytes_text(one.memory),
-                "" if one.fits else "does not fit",
-            ]
-        )
+    rows = [["", *CHOICE_HEAD, ""]]
+    rows += [["*" if view.is_chosen(one) else "", *choice_cells(view, one)] for one in view.choices]
     return table(rows, right=range(2, 7))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.plan.partition import ranges
+from pipeworker.plan.placement import held_text
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.schedule import Schedule
 from pipeworker.plan.simulate import Span, timeline
@@ -69,7 +70,6 @@ class Choice:
     @staticmethod
     def of(planned: Planned, samples: int) -> Choice:
         """Return a plan as a choice; `samples` are those of a mini-batch."""
-        limits = zip(planned.memory, planned.limits, strict=True)
         return Choice(
             planned.name,
             planned.schedule.placement.workers,
@@ -79,7 +79,7 @@ class Choice:
             samples / planned.step_seconds if planned.step_seconds else 0.0,
             planned.timing.bubble,
             max(planned.memory, default=0),
-            all(limit is None or memory <= limit for memory, limit in limits),
+            planned.fits,
         )
 
 
@@ -175,10 +175,7 @@ def labels_of(schedule: Schedule) -> tuple[str, ...]:
     """Return a label for each worker of a schedule: the stages that it holds."""
     held = schedule.placement.held
     return tuple(
-        f"stage{'s' * (len(some) > 1)} {', '.join(map(str, some))}"
-        if len(some) < 4
-        else f"stages {some[0]} … {some[-1]}"
-        for some in held
+        held_text(some) if len(some) < 4 else f"stages {some[0]} … {some[-1]}" for some in held
     )
 
 

@@ -17,6 +17,7 @@ from math import comb, inf
 from pipeworker.errors import UsageError
 from pipeworker.plan.figures import bytes_text
 from pipeworker.plan.partition import nearest, ranges
+from pipeworker.plan.placement import held_text
 from pipeworker.plan.planner.bounds import Bounds, is_common, moves
 from pipeworker.plan.planner.costs import Range
 from pipeworker.plan.planner.stages import Divisions, Judged
@@ -223,12 +224,12 @@ def lacking(divisions: Divisions, found: Judged) -> UsageError:
         (p - limit, -w) for w, (p, limit) in enumerate(zip(peaks, limits, strict=True))
     )
     held = divisions.placement.held[-worker]
-    names = f"stage{'s' * (len(held) > 1)} {', '.join(map(str, held))}"
     modes = ", ".join(dict.fromkeys(found.modes[stage] for stage in held))
     shown = ",".join(map(str, found.balance))
     return UsageError(
         f"--stages {divisions.placement.workers}: does not fit into the memory; with balance "
-        f"{shown} and recompute {modes}, {names} would need {bytes_text(peaks[-worker])}, "
-        f"{bytes_text(over)} more than {bytes_text(limits[-worker])}: use more --stages, more "
-        "--microbatches, so that each has fewer samples, or a larger --memory"
+        f"{shown} and recompute {modes}, {held_text(held)} would need "
+        f"{bytes_text(peaks[-worker])}, {bytes_text(over)} more than "
+        f"{bytes_text(limits[-worker])}: use more --stages, more --microbatches, so that each has "
+        "fewer samples, or a larger --memory"
     )

@@ -10,7 +10,7 @@ from pipeworker.errors import UsageError
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.plan.actions import Kind
 from pipeworker.plan.orders import AUTO, ORDERS, Order, resolve
-from pipeworker.plan.partition import EVEN, cuts, even
+from pipeworker.plan.partition import EVEN, even, most_stages
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.planner.planner import plan_order
@@ -161,21 +161,15 @@ def largest_microbatches(facts: NetworkFacts, request: PlanRequest) -> int:
 def fewest_workers(facts: NetworkFacts, request: PlanRequest) -> int:
     """Return the fewest workers that the network fits on, with a layer each at least; else 0."""
     stages = request.order.place(1).stages
-    parts = len(cuts(len(facts.layers), facts.shared_buffers)) + 1
+    parts = most_stages(len(facts.layers), facts.shared_buffers)
     numbers = range(1, parts // stages + 1)
     unlimited = replace(request, balance=None)
     return next((n for n in numbers if _fits(facts, replace(unlimited, workers=n))), 0)
 
 
-def fits(planned: Planned) -> bool:
-    """Return whether each worker of a plan stays within its limit."""
-    pairs = zip(planned.memory, planned.limits, strict=True)
-    return all(limit is None or memory <= limit for memory, limit in pairs)
-
-
 def _fits(facts: NetworkFacts, request: PlanRequest) -> bool:
     planned = _tried(facts, request).planned
-    return planned is not None and fits(planned)
+    return planned is not None and planned.fits
 
 
 def _tried(facts: NetworkFacts, request: PlanRequest) -> Alternative:

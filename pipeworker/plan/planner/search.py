@@ -18,7 +18,7 @@ from pipeworker.plan.actions import Action
 from pipeworker.plan.check import check
 from pipeworker.plan.figures import seconds_text
 from pipeworker.plan.orders import AUTO, ORDERS, Order
-from pipeworker.plan.partition import block, cuts, even, ranges
+from pipeworker.plan.partition import block, even, most_stages, ranges
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.planner.balance import lacking, search_balance
@@ -84,12 +84,12 @@ def search(
         UsageError: there are fewer layers than workers, or nothing fits although it must.
     """
     even(len(facts.layers), workers, shared=facts.shared_buffers)  # raises if there are too few
-    parts = len(cuts(len(facts.layers), facts.shared_buffers)) + 1
+    most = most_stages(len(facts.layers), facts.shared_buffers)
     count = len(block(microbatches, replicas, 0))
     known: list[_Found] = []
     for order in known_orders(orders):
         placement = order.place(workers)
-        if placement.stages <= parts:
+        if placement.stages <= most:
             modes = () if recompute == "auto" else (recompute,) * placement.stages
             divisions = Divisions(facts, order, placement, count, modes)
             if divisions.unsplit is not None:
