@@ -7,6 +7,8 @@ Every other :class:`PipeworkerError` is a run that failed, with exit status 1.
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 AGAIN = 75
@@ -78,6 +80,24 @@ class RecordError(PipeworkerError):
         if getattr(error, "errno", None) == errno.ELOOP:
             reason = "it is a link; remove it"
         super().__init__(f"{path}: cannot be written: {reason}")
+
+
+@contextmanager
+def reading(path: object) -> Iterator[None]:
+    """Raise UnreadableFile if a file cannot be read in the context."""
+    try:
+        yield
+    except OSError as error:
+        raise UnreadableFile(path, error) from None
+
+
+@contextmanager
+def writing(path: object) -> Iterator[None]:
+    """Raise RecordError if a file cannot be written in the context."""
+    try:
+        yield
+    except OSError as error:
+        raise RecordError(path, error) from None
 
 
 class SnapshotLost(PipeworkerError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -14,6 +13,7 @@ from typing_extensions import assert_never
 
 from pipeworker.display.lines import LineDisplay
 from pipeworker.display.output import Printed
+from pipeworker.display.text import strict
 from pipeworker.errors import RecordError
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.record.files.located import located
@@ -126,8 +126,7 @@ class EventDisplay(LineDisplay):
         )
 
     def _emit(self, event: str, **fields: Any) -> None:
-        found = {name: _strict(value) for name, value in fields.items()}
-        self.write(json.dumps({"event": event, **found}))
+        self.write(json.dumps({"event": event, **strict(fields)}))
 
     def _attempt(self, write: Callable[[], None], *, error: bool = False) -> None:
         try:
@@ -139,9 +138,3 @@ class EventDisplay(LineDisplay):
                 self._refused = True
                 refused = f"warning: {RecordError('standard output', failed)}"
                 self.write(f"{refused}; the job continues, its events are lost", error=True)
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _strict(each) for name, each in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,12 +1,14 @@
-"""How text, numbers and tables are written for a terminal."""
+"""How text, numbers and tables are written for a terminal, and numbers in JSON."""
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import unicodedata
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import Any
 
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")
 _INVISIBLE = ("Cc", "Cf", "Zl", "Zp")
@@ -60,6 +62,15 @@ def _escaped(character: str) -> str:
 def number(value: float) -> str:
     """Format a figure with four decimals, or a small one with four significant digits."""
     return f"{value:.4f}" if not 0 < abs(value) < 0.001 else f"{value:.3e}"
+
+
+def strict(value: Any) -> Any:
+    """Return a value as strict JSON has it: NaN and infinities become null."""
+    if isinstance(value, dict):
+        return {name: strict(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def duration(seconds: float) -> str:

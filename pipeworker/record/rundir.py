@@ -17,6 +17,7 @@ from pipeworker.record.checkpoint.folder import CheckpointFolder
 from pipeworker.record.checkpoint.manifest import MANIFEST
 from pipeworker.record.files.atomic_file import is_partial_file, no_link, remove_partial_files
 from pipeworker.record.files.located import located
+from pipeworker.record.lock import is_locked
 
 _RUNS = Path("runs")
 JOB = "job.py"
@@ -211,6 +212,19 @@ class RunDir:
         for folder in (logs, self.events, self.timeline, self.checkpoints.path, *made):
             with suppress(OSError):
                 folder.rmdir()
+
+
+def running(path: Path) -> RunDir:
+    """Return the run directory of a job that runs.
+
+    Raises:
+        UsageError: no job runs there.
+    """
+    run_dir = RunDir(path.resolve())
+    if not is_locked(run_dir.lock):
+        advice = listed(path) or "give the directory of a running job"
+        raise UsageError(f"{path}: no job is running there; {advice}")
+    return run_dir
 
 
 def disk_bytes(folder: Path) -> int:

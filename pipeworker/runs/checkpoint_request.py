@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from pipeworker.errors import PipeworkerError, RecordError, UsageError
+from pipeworker.errors import PipeworkerError, RecordError
 from pipeworker.record import lock
-from pipeworker.record.rundir import Request, RunDir, listed
+from pipeworker.record.rundir import Request, running
 
 _POLL_SECONDS = 0.1
 
@@ -19,10 +19,7 @@ def request_checkpoint(path: Path) -> Path:
         UsageError: no job is running in the directory.
         PipeworkerError: the job ended, or its checkpoint failed.
     """
-    run_dir = RunDir(path.resolve())
-    if not lock.is_locked(run_dir.lock):
-        advice = listed(path) or "give the directory of a running job"
-        raise UsageError(f"{path}: no job is running there; {advice}")
+    run_dir = running(path)
     try:
         before = run_dir.checkpoints.last_step()
         run_dir.request(Request.CHECKPOINT)

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeworker.display.text import data_size, number, shell_join, table
-from pipeworker.errors import UnreadableFile
+from pipeworker.display.text import data_size, number, shell_join, strict, table
+from pipeworker.errors import reading
 from pipeworker.record.metrics import rows
 from pipeworker.record.rundir import RunDir
-from pipeworker.runs.info import OPTION_NAMES, Run, strict
+from pipeworker.runs.info import OPTION_NAMES, Run
 from pipeworker.runs.listing import differing, one_line, option_text, time_text
 
 _POINTS = 10
@@ -81,10 +81,8 @@ def _facts(runs: tuple[Run, Run]) -> dict[str, Any]:
 
 def _curve(path: Path, name: str) -> Curve:
     """Return a figure by step."""
-    try:
+    with reading(path):
         return {row["step"]: row.get(name) for row in rows.read(path)}
-    except OSError as error:
-        raise UnreadableFile(path, error) from None
 
 
 def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Pair]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -13,7 +12,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from pipeworker.errors import UnreadableFile, UsageError
+from pipeworker.display.text import strict
+from pipeworker.errors import UsageError, reading
 from pipeworker.job.options import Options
 from pipeworker.record import lock
 from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
@@ -81,7 +81,7 @@ class Run:
             UsageError: there is no run, or one of its files cannot be read.
         """
         run_dir = RunDir(path)
-        try:
+        with reading(path):
             record = RunRecord.read(run_dir)
             started, now = time_of(record.last), datetime.now(timezone.utc)
             took = (now - started).total_seconds() if started else -1.0
@@ -105,8 +105,6 @@ class Run:
                 _checkpoints(run_dir),
                 disk_bytes(path),
             )
-        except OSError as error:
-            raise UnreadableFile(path, error) from None
 
     @property
     def last(self) -> Row:
@@ -226,12 +224,3 @@ def time_of(process: dict[str, Any]) -> datetime | None:
     with suppress(KeyError, ValueError, TypeError, OverflowError):
         return datetime.fromisoformat(process["started"]).astimezone()
     return None
-
-
-def strict(value: Any) -> Any:
-    """Return a value as strict JSON: NaN and infinities become null."""
-    if isinstance(value, dict):
-        return {name: strict(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [strict(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

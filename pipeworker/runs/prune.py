@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from pipeworker.display.text import data_size
-from pipeworker.errors import RecordError, UsageError
+from pipeworker.errors import RecordError, UsageError, writing
 from pipeworker.record.checkpoint.folder import remove_checkpoint
 from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
 from pipeworker.record.lock import RunLock
@@ -109,7 +109,5 @@ def _evaluation_of_whole(checkpoint: Path) -> dict[str, float] | None:
 
 def _remove(folders: list[Path]) -> None:
     for path in folders:
-        try:
+        with writing(path):
             remove_checkpoint(path)
-        except OSError as error:
-            raise RecordError(path, error) from None

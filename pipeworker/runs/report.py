@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeworker.display.report.page import WORDS
 from pipeworker.display.text import table
-from pipeworker.errors import UnreadableFile, UsageError
+from pipeworker.errors import UnreadableFile, UsageError, reading
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.facts.peak import peak_flops
 from pipeworker.job.options import Options
@@ -131,10 +131,8 @@ def read(path: Path) -> Report | None:
     """
     run_dir = RunDir(path)
     record = RunRecord.read(run_dir)
-    try:
+    with reading(path):
         lives = aligned(read_timeline(run_dir).lives)
-    except OSError as error:
-        raise UnreadableFile(path, error) from None
     return _of_run(run_dir, record, lives)
 
 
@@ -143,7 +141,8 @@ def _of_run(run_dir: RunDir, record: RunRecord, lives: Sequence[WorkerLife]) -> 
     if not recorded:
         return None
     schedule = schedule_of(recorded[-1])
-    file = planned_from(run_dir)
+    with reading(run_dir.plan):
+        file = PlanFile.read(run_dir)
     ranges, facts, balance = file.ranges, file.facts, file.balance
     try:
         options = Options.of(record.options)
@@ -153,10 +152,8 @@ def _of_run(run_dir: RunDir, record: RunRecord, lives: Sequence[WorkerLife]) -> 
     between = OTHER if options.own_loop else COORDINATOR
     found = breakdown(lives, recorded, between, suspended)
     request = request_of(options)
-    try:
+    with reading(run_dir.metrics):
         rates = Rates.of(run_dir, facts, options)
-    except OSError as error:
-        raise UnreadableFile(run_dir.metrics, error) from None
     costs = costs_of(recorded)
     if len(ranges) != schedule.placement.stages:
         advice = Advice("the plan of the run is not that of its last steps")
@@ -183,18 +180,6 @@ def _warm(recorded: list[MiniBatch]) -> list[MiniBatch]:
 def _held(one: MiniBatch) -> list[tuple[int, int, tuple[int, ...]]]:
     """Return which worker of which replica holds which stages."""
     return [(life.rank, life.replica, life.stages) for life in one.lives]
-
-
-def planned_from(run_dir: RunDir) -> PlanFile:
-    """Return what a run was planned to be.
-
-    Raises:
-        UsageError: its plan cannot be read.
-    """
-    try:
-        return PlanFile.read(run_dir)
-    except OSError as error:
-        raise UnreadableFile(run_dir.plan, error) from None
 
 
 def _facts(made: Report) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pipeworker.display.report.curves import MOST_STEPS, Curve
 from pipeworker.display.report.page import page
 from pipeworker.display.report.view import Box, MemoryView, ReportView, StepView
 from pipeworker.display.text import number, sanitize
-from pipeworker.errors import RecordError, UnreadableFile, UsageError
+from pipeworker.errors import UsageError, reading, writing
 from pipeworker.plan.actions import BUSY
 from pipeworker.plan.figures import flops_text, rate_text, seconds_text
 from pipeworker.plan.planned import Planned
@@ -56,20 +56,16 @@ def write_page(path: Path, output: Path) -> str:
         raise UsageError(f"--html {output}: exists already; choose another file, as report.html")
     made = report.read(path)
     view = _view(Run.read(path), made)
-    try:
+    with writing(output):
         write_bytes(output, page(view).encode(errors="replace"))
-    except OSError as error:
-        raise RecordError(output, error) from None
     return f"{output}: the report of {path}, for a browser; it loads nothing else"
 
 
 def _view(run: Run, made: Report | None) -> ReportView:
     run_dir = RunDir(run.path)
-    try:
+    with reading(run.path):
         steps = _columns(rows.read(run_dir.metrics))
         evaluations = list(rows.read(run_dir.evaluation))
-    except OSError as error:
-        raise UnreadableFile(run.path, error) from None
     title, drawn = sanitize(run.path.resolve().name), list(_curves(steps, evaluations))
     figures, happened = list(_figures(run, made)), list(_happened(run, run_dir, made))
     if made is None:
@@ -253,13 +249,9 @@ def _happened(run: Run, run_dir: RunDir, made: Report | None) -> Iterator[tuple[
 
 def _warnings(run_dir: RunDir) -> Iterator[tuple[float, str]]:
     """Yield the warnings of the job that its coordinator has logged, with their times."""
-    try:
-        with open_bounded(run_dir.coordinator_log(), None) as file:
-            text = file.read(_MOST_LOG).decode(errors="replace")
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise UnreadableFile(run_dir.coordinator_log(), error) from None
+    text, log = "", run_dir.coordinator_log()
+    with reading(log), suppress(FileNotFoundError), open_bounded(log, None) as file:
+        text = file.read(_MOST_LOG).decode(errors="replace")
     for line in text.splitlines():
         if found := _WARNING.fullmatch(line):
             with suppress(ValueError, OverflowError):  # no time that a log has

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeworker.errors import UnreadableFile, UsageError
+from pipeworker.errors import UnreadableFile, UsageError, reading
 from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
 from pipeworker.record.files.atomic_file import remove_partial_files, sync_file, temporary_path
 from pipeworker.record.metrics import rows
@@ -32,11 +32,9 @@ def find_resume_point(run_dir: RunDir) -> ResumePoint:
         UsageError: all are damaged, or they cannot be read.
     """
     damaged: dict[Path, str] = {}
-    try:
+    with reading(run_dir.checkpoints.path):
         run_dir.checkpoints.restore_replaced()
         saved = run_dir.checkpoints.paths()
-    except OSError as error:
-        raise UnreadableFile(run_dir.checkpoints.path, error) from None
     for path in reversed(saved):
         try:
             manifest = Manifest.read(path / MANIFEST)

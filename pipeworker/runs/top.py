@@ -16,12 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeworker.display.text import data_size, duration, number, sanitize
-from pipeworker.errors import RecordError, UnreadableFile, UsageError
+from pipeworker.errors import RecordError, UsageError, reading
 from pipeworker.plan.figures import rate_text, seconds_text
 from pipeworker.record import lock, present
 from pipeworker.record.metrics import rows
 from pipeworker.record.present import Present
-from pipeworker.record.rundir import Request, RunDir, listed
+from pipeworker.record.rundir import Request, RunDir, running
 
 _EVERY = 1.0
 _PATIENCE = 10.0
@@ -37,10 +37,9 @@ def watch(path: Path, *, once: bool) -> None:
     Raises:
         UsageError: no job runs in the directory.
     """
-    run_dir = RunDir(path.resolve())
     console = Console()
     with Live(console=console, auto_refresh=False, transient=not once) as live:
-        for moment in _moments(path, run_dir):
+        for moment in _moments(path):
             live.update(Group(_head(moment), _table(moment.now)), refresh=True)
             if once:
                 return
@@ -55,12 +54,10 @@ class _Moment(NamedTuple):
     now: Present
 
 
-def _moments(path: Path, run_dir: RunDir) -> Iterator[_Moment]:
+def _moments(path: Path) -> Iterator[_Moment]:
     """Yield what is to be shown, as often as it is asked for, while the job runs."""
     began = time.monotonic()
-    if not lock.is_locked(run_dir.lock):
-        advice = listed(path) or "give the directory of a running job"
-        raise UsageError(f"{path}: no job is running there; {advice}")
+    run_dir = running(path)
     while lock.is_locked(run_dir.lock):
         try:
             run_dir.request(Request.WATCH)
@@ -81,10 +78,8 @@ def _moments(path: Path, run_dir: RunDir) -> Iterator[_Moment]:
 
 def _recent(run_dir: RunDir) -> dict[str, Any]:
     """Return the last step that has ended, and the rate of the last few; empty before the first."""
-    try:
+    with reading(run_dir.metrics):
         recent = list(itertools.islice(rows.reversed_rows(run_dir.metrics), _RECENT))
-    except OSError as error:
-        raise UnreadableFile(run_dir.metrics, error) from None
     if not recent:
         return {}
     medians = {
@@ -140,6 +135,6 @@ def _table(now: Present) -> Table:
 
 def snapshot(path: Path) -> dict[str, Any]:
     """Return what the workers of a running job do at present; raises as :func:`watch`."""
-    moment = next(_moments(path, RunDir(path.resolve())))
+    moment = next(_moments(path))
     now: dict[str, Any] = msgspec.to_builtins(moment.now)
     return {**now, "last": moment.last}

@@ -16,15 +16,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeworker.errors import PipeworkerError, RecordError, UnreadableFile, UsageError
+from pipeworker.errors import PipeworkerError, UsageError, reading, writing
 from pipeworker.job.options import Options
 from pipeworker.job.planning import plan_job
 from pipeworker.plan.planner.memory import LayerBytes
 from pipeworker.plan.simulate import timeline
 from pipeworker.record.files.atomic_file import write_bytes
+from pipeworker.record.plan_file import PlanFile
 from pipeworker.record.run_record import RunRecord
 from pipeworker.record.rundir import RunDir
-from pipeworker.runs.report import planned_from
 from pipeworker.trace import chrome
 from pipeworker.trace.clocks import Clocks, aligned
 from pipeworker.trace.timeline import WorkerLife, read_timeline
@@ -44,10 +44,8 @@ def write_trace(path: Path, steps: str | None, asked: Path | None) -> str:
     chosen = _chosen(steps)
     run_dir = RunDir(path)
     record = RunRecord.read(run_dir)
-    try:
+    with reading(path):
         read = read_timeline(run_dir, chosen)
-    except OSError as error:
-        raise UnreadableFile(path, error) from None
     lives, recorded = read.lives, read.recorded
     if not recorded:
         raise UsageError(f"{path}: it has no recorded steps yet: no step has ended")
@@ -62,10 +60,8 @@ def write_trace(path: Path, steps: str | None, asked: Path | None) -> str:
         raise UsageError(f"-o {output}: exists already; choose another file, such as trace.json")
     found = chrome.events(aligned(lives), chosen, _plan(run_dir, record))
     data = _archive(path, lives, found) if hosts > 1 else _json(found)
-    try:
+    with writing(output):
         write_bytes(output, data)
-    except OSError as error:
-        raise RecordError(output, error) from None
     shown = sorted({c.step for life in lives for c in life.commands if c.actions})
     count = len({life.rank for life in lives})
     workers = f"{count} worker{'s' * (count > 1)}"
@@ -80,7 +76,7 @@ def write_trace(path: Path, steps: str | None, asked: Path | None) -> str:
 def _plan(run_dir: RunDir, record: RunRecord) -> chrome.Plan:
     """Return the plan of a run, as far as ``plan.json`` has one that is of use."""
     try:
-        file, options = planned_from(run_dir), Options.of(record.options)
+        file, options = PlanFile.read(run_dir), Options.of(record.options)
         facts = file.facts
         if facts is None or not file.ranges or file.ranges[-1][1] != len(facts.layers):
             return chrome.Plan()
@@ -90,7 +86,7 @@ def _plan(run_dir: RunDir, record: RunRecord) -> chrome.Plan:
             return chrome.Plan(graphs=graphs)
         planned = plan_job(facts, replace(options, balance=file.balance))
         return chrome.Plan(timeline(planned.schedule, planned.costs), graphs)
-    except (PipeworkerError, ArithmeticError):  # a trace is worth as much without a plan
+    except (OSError, PipeworkerError, ArithmeticError):  # a trace is worth as much without a plan
         return chrome.Plan()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from pipeworker.errors import UnreadableFile
+from pipeworker.errors import reading
 from pipeworker.record.checkpoint.frozen_weights import frozen_name
 from pipeworker.record.checkpoint.json_state import JSON_DEPTH, Tensors
 from pipeworker.record.checkpoint.manifest import (
@@ -113,12 +113,10 @@ def read_plain(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: the file cannot be read, or a worker does not write such a file.
     """
-    try:
+    with reading(path):
         return read_json(
             *(path, _Plain, "it is not what a worker writes", ANOTHER),
             most=_MAX_PLAIN,
             depth=JSON_DEPTH,
             digits=_DIGITS,
         )
-    except OSError as error:
-        raise UnreadableFile(path, error) from None

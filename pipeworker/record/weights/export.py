@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pipeworker.errors import UnreadableFile, UsageError
+from pipeworker.errors import UsageError, reading
 from pipeworker.record.checkpoint.checkpoint import Adapters, Checkpoint
 from pipeworker.record.checkpoint.json_state import Tensors
 from pipeworker.record.checkpoint.manifest import WEIGHTS_INDEX, weights_index
@@ -100,11 +100,9 @@ def export_weights(
             f"--adapters and {other}: a folder of peft has one file of its own weights"
         )
     most = shard_bytes(DEFAULT_SHARD_SIZE if shard_size is None else shard_size)
-    try:
+    with reading(source):
         checkpoint = _open(source, path, best=best)
         weights, peft = checkpoint.weights(), checkpoint.adapters()
-    except OSError as error:
-        raise UnreadableFile(source, error) from None
     others: Callable[[Path], list[Path]] = lambda _: []  # noqa: E731
     if pattern is not None:
         weights, others = like(weights, pattern), partial(copy_files, pattern)
