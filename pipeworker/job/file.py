@@ -26,8 +26,6 @@ _PACKAGE = "pipeworker_job"
 REQUIRED = ("model", "loss", "optimizer", "data")
 HOOKS = ("on_step", "on_evaluation", "on_checkpoint")
 """Names of functions that are called with what is recorded, outside of the workers."""
-Hooked = dict[str, list[tuple[str, Callable[[Any], Any]]]]
-"""By the kind of record, functions that are called with each, and what messages call them."""
 _MAY_BE_NONE = ("scheduler", "before_update", "metrics", "evaluation", "tokens", *HOOKS)
 _OPTIONAL = (*_MAY_BE_NONE, "scheduler_interval", "tied", "names", "transient", "callbacks")
 _INTERVALS = ("step", "epoch")
@@ -261,27 +259,6 @@ def notes(job: JobFile, options: Options) -> tuple[str, ...]:
     elif job.metrics is not None:
         found.append(f"metrics() is defined, and not used: it is for evaluation(), and {when}")
     return tuple(found)
-
-
-def called_with_records(job: JobFile) -> list[tuple[str, Any]]:
-    """Return the objects whose methods are hooks, with names: the job itself, named "", is one."""
-    found: list[tuple[str, Any]] = [("", job)]
-    for one in job.callbacks:
-        name = type(one).__name__
-        count = sum(other.partition(" ")[0] == name for other, _ in found)
-        found.append((f"{name} {count + 1}" if count else name, one))
-    return found
-
-
-def hooks_of(objects: Iterable[tuple[str, Any]]) -> Hooked:
-    """Return the hooks among the methods of named objects."""
-    found: Hooked = {}
-    for name, one in objects:
-        for kind in HOOKS:
-            if (function := getattr(one, kind, None)) is not None:
-                text = f"{name}.{kind}()" if name else f"{kind}()"
-                found.setdefault(kind, []).append((text, function))
-    return {kind: found[kind] for kind in HOOKS if kind in found}
 
 
 Entry = nn.Module | Callable[[], nn.Module]

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipeworker.coordinator import report
+from pipeworker.display.commands import Commands, relative
 from pipeworker.errors import LayerError, PipeworkerError, UsageError
 from pipeworker.facts.failure import Cause, Failure
+from pipeworker.record.files.located import located
+from pipeworker.record.rundir import RunDir
 from pipeworker.wire.messages.presence import Abort
 from pipeworker.worker.blame import UserCodeError
 
@@ -41,6 +44,16 @@ class CallFailed(Exception):
             return extended(own, STAYS_OPEN)
         kind = UsageError if failure.cause is Cause.USAGE else PipeworkerError
         return kind(f"{report.with_location(failure)}{STAYS_OPEN}")
+
+
+def saved_step(run_dir: RunDir) -> str:
+    """Return where the last checkpoint of a user's own loop is, and how to continue; "" if none."""
+    step = run_dir.checkpoints.last_step()
+    if step < 0:
+        return ""
+    path = relative(located(run_dir.checkpoints.at(step)))
+    resume = Commands(own_loop=True).resume(relative(str(run_dir.path)))
+    return f"\n  step {step} is saved in {path}; continue {resume}"
 
 
 def extended(error: Exception, text: str) -> Exception:

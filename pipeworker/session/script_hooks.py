@@ -9,7 +9,8 @@ import contextlib
 import sys
 
 from pipeworker.errors import PipeworkerError
-from pipeworker.job.file import JobFile, called_with_records, hooks_of
+from pipeworker.job.file import JobFile
+from pipeworker.job.hooks import called_with_records, hooks_of
 from pipeworker.session.session import Session
 from pipeworker.worker.hooks import Hooks
 

@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from pipeworker.coordinator import report
-from pipeworker.display.commands import Commands, relative
 from pipeworker.environment import timings
 from pipeworker.errors import LayerError, PeerLost, PipeworkerError, UsageError
 from pipeworker.facts.failure import Cause, Failure
@@ -31,9 +30,8 @@ from pipeworker.job.file import JobFile
 from pipeworker.ranks.coordinator_process import EventListener
 from pipeworker.ranks.rank_info import RankInfo
 from pipeworker.ranks.rendezvous import rendezvous
-from pipeworker.record.files.located import located
 from pipeworker.runs.begin import PreparedRun, RunRequest
-from pipeworker.session.errors import STAYS_OPEN, CallFailed, JobEnded, extended
+from pipeworker.session.errors import STAYS_OPEN, CallFailed, JobEnded, extended, saved_step
 from pipeworker.session.process import plain_modes
 from pipeworker.wire.messages.checkpoint import Save
 from pipeworker.wire.messages.directions import Advance, FromWorker, ToWorker, is_last
@@ -48,20 +46,14 @@ from pipeworker.worker.step.evaluation import PassFailed
 from pipeworker.worker.worker import Worker
 
 _numbers = itertools.count()
-
-
 _T = TypeVar("_T")
 
 
 class Session:
     """One rank of one job; without `job`, that of the request's job file.
 
-    Args:
-        info: the rank.
-        job: the job's functions.
-        request: the request to begin or resume a run.
-        sample: an input of the model, for a job without data whose layers stash and pop.
-        listen: called on rank 0 with the run; returns the listener to the coordinator's events.
+    A job without data whose layers stash and pop needs a `sample`, an input of the model. On rank 0
+    `listen` is called with the run, and returns the listener to the coordinator's events.
     """
 
     def __init__(
@@ -113,11 +105,9 @@ class Session:
         return os.getpid() != self._pid
 
     def check_open(self) -> None:
-        """Check that this process can make a call.
+        """Check that the job is not over, and that this process is no child of a rank's process.
 
-        Raises:
-            UsageError: it is a child that a rank has forked, without the rank's connections.
-            PipeworkerError: the job is over.
+        Such a child lacks the rank's connections.
         """
         if self._left:
             raise PipeworkerError(
@@ -134,9 +124,6 @@ class Session:
 
         `between` is called after each command of the coordinator. Without a loop of the user's own,
         an interrupt first ends the step that runs and saves it; a second one ends the job at once.
-
-        Raises:
-            KeyboardInterrupt: the job was interrupted.
         """
         reports = nullcontext() if self._own_loop else reported_interrupt(self._report_interrupt)
         with self.participating(), reports:
@@ -169,11 +156,6 @@ class Session:
 
         The exception is a call that has failed and changed nothing: the job then continues. Before
         a loop of the user's own ends, its last whole step is saved.
-
-        Raises:
-            LayerError: the user's code raised an exception, which is the cause.
-            UsageError: an argument is wrong.
-            PipeworkerError: the job is over because another rank failed.
         """
         self.check_open()
         if not self._call_lock.acquire(blocking=False):
@@ -230,11 +212,7 @@ class Session:
         self._control.send(message)
 
     def prepare(self, kind: CallKind, prepare: Callable[[], _T]) -> _T:
-        """Prepare the arguments of a call; if they are wrong, no rank performs it.
-
-        Raises:
-            CallFailed: an argument is wrong.
-        """
+        """Prepare the arguments of a call; if they are wrong, no rank performs it."""
         try:
             return prepare()
         except UsageError as error:
@@ -383,13 +361,7 @@ class Session:
         """The last checkpoint of a user's own loop, and how to continue from it; "" if none."""
         if not self._own_loop or not self.worker.is_loaded:
             return ""
-        run_dir = self.worker.loaded.run_dir
-        step = run_dir.checkpoints.last_step()
-        if step < 0:
-            return ""
-        path = relative(located(run_dir.checkpoints.at(step)))
-        resume = Commands(own_loop=True).resume(relative(str(run_dir.path)))
-        return f"\n  step {step} is saved in {path}; continue {resume}"
+        return saved_step(self.worker.loaded.run_dir)
 
     def _show_saved(self) -> None:
         """Show where the last checkpoint is, beside an error that is not pipeworker's."""

@@ -134,12 +134,6 @@ class _Program(msgspec.Struct):
     actions: str
 
 
-class _Clock(msgspec.Struct):
-    at: float
-    offset: float
-    error: float
-
-
 class _Times(msgspec.Struct):
     step: int
     received: float | None = None
@@ -228,9 +222,9 @@ def _lives(path: Path, steps: range | None) -> Iterator[_Life]:
                 program = msgspec.convert(row, _Program)
                 life.programs[program.program] = tuple(parse_actions(program.actions))
             elif life and "offset" in row:
-                clock = msgspec.convert(row, _Clock)
-                _check_finite(clock.at, clock.offset, clock.error)
-                life.samples.append(ClockSample(clock.at, clock.offset, clock.error))
+                figures = [row[name] for name in ClockSample._fields]
+                life.samples.append(msgspec.convert(figures, ClockSample))
+                _check_finite(*life.samples[-1])
             else:
                 raise ValueError("it has no known field")
     if life:
@@ -240,13 +234,11 @@ def _lives(path: Path, steps: range | None) -> Iterator[_Life]:
 @contextmanager
 def _readable(path: Path, number: int) -> Iterator[None]:
     """Take an error for a line that no worker has written."""
+    wrong = (ArithmeticError, ValueError, TypeError, LookupError, RecursionError, ScheduleError)
     try:
         yield
-    except (ArithmeticError, ValueError, TypeError, LookupError, RecursionError) as error:
+    except wrong as error:
         reason = f"line {number} is not what a worker records ({error!s:.200})"
-        raise UnreadableFile(path, reason, "remove the line") from None
-    except ScheduleError as error:
-        reason = f"line {number} is not what a worker records ({error})"
         raise UnreadableFile(path, reason, "remove the line") from None
 
 

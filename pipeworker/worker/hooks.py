@@ -23,6 +23,7 @@ from pipeworker.host import streams
 from pipeworker.host.lifetime import die_with_parent
 from pipeworker.host.session_watcher import SessionWatcher, share_sockets_folder
 from pipeworker.job import file as job_file
+from pipeworker.job.hooks import called_with_records, hooks_of
 from pipeworker.job.options import Options
 from pipeworker.record.run_feed import CHECKPOINT, PlaceFile, Record, RunFeed
 from pipeworker.record.run_record import RunRecord
@@ -66,7 +67,7 @@ class Hooks:
         warn: Warn,
         note: Callable[[str], None],
     ) -> None:
-        self._called, self._objects = job_file.hooks_of(objects), objects
+        self._called, self._objects = hooks_of(objects), objects
         self._warn, self._note = warn, note
         self._places = PlaceFile(run_dir.hooks, tuple(self._called), resume_step)
         self._feed = RunFeed(run_dir, tuple(self._called), self._places)
@@ -188,7 +189,7 @@ def _call_all(parent: _Parent) -> None:
     record = RunRecord.read(run_dir)
     if not record.is_of_script:  # which calls its own hooks
         job = job_file.load(Path(options.job_file), options.arguments)
-        objects = job_file.called_with_records(job)
+        objects = called_with_records(job)
 
     objects += _loggers(options, record, parent)
     hooks = Hooks(run_dir, objects, options.resume_step, parent.warn, streams.note)

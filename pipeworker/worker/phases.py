@@ -13,7 +13,8 @@ from pipeworker.facts.layer_names import LayerNames
 from pipeworker.facts.position import Phase
 from pipeworker.host import streams
 from pipeworker.job import file as job_file
-from pipeworker.job.file import HOOKS, called_with_records, hooks_of
+from pipeworker.job.file import HOOKS
+from pipeworker.job.hooks import called_with_records, hooks_of
 from pipeworker.job.signatures import takes_steps
 from pipeworker.plan.actions import Action, Edge, parse_actions
 from pipeworker.record.checkpoint.stage_state import check_savable
