@@ -90,10 +90,6 @@ class Clocks:
         offset = before.offset + share * (after.offset - before.offset)
         return offset, max(before.error, after.error)
 
-    def error(self, clock: str) -> float:
-        """Return the largest error bound of a clock."""
-        return max((sample.error for sample in self.samples.get(clock, ())), default=float("inf"))
-
 
 def _exact(samples: Sequence[ClockSample]) -> tuple[ClockSample, ...]:
     """Return the most exact measurement of each interval, in order of time."""

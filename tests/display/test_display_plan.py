@@ -85,17 +85,17 @@ def view() -> PlanView:
 
 def test_a_stage_has_the_seconds_of_a_step(view: PlanView) -> None:
     first, _, last = view.stages
-    assert first.forward == pytest.approx(4 * 0.010)
-    assert first.recompute == first.forward
-    assert first.backward == pytest.approx(4 * 0.020)
-    assert (last.recompute, last.layers, last.parameters) == (0, (4, 6), 11_000)
+    assert first.seconds.forward == pytest.approx(4 * 0.010)
+    assert first.seconds.recompute == first.seconds.forward
+    assert first.seconds.backward == pytest.approx(4 * 0.020)
+    assert (last.seconds.recompute, last.layers, last.parameters) == (0, (4, 6), 11_000)
     assert (first.memory, first.limit, last.limit) == (12 * GB, 16 * GB, None)
-    assert sum(s.seconds for s in view.stages) == pytest.approx(sum(view.planned.timing.busy))
+    assert sum(s.seconds.total for s in view.stages) == pytest.approx(sum(view.planned.timing.busy))
 
 
 def test_both_parts_of_a_backward_count(view: PlanView) -> None:
     parts = view_of(planned(split(Placement.identity(3)), mode="never"))
-    assert parts.stages[1].backward == pytest.approx(view.stages[1].backward)
+    assert parts.stages[1].seconds.backward == pytest.approx(view.stages[1].seconds.backward)
 
 
 def test_samples_are_those_of_a_mini_batch(view: PlanView) -> None:

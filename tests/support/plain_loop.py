@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from pipeworker.plan.partition import block
 from pipeworker.worker.stage import rng
 
 Batches = Sequence[tuple[Any, Any]]
@@ -51,6 +52,43 @@ def split(value: Any, count: int) -> list[Any]:
     return [pytree.tree_unflatten([piece[m] for piece in cut], structure) for m in range(count)]
 
 
+def run(
+    net: nn.Sequential,
+    loss: Loss,
+    batch: tuple[Any, Any],
+    microbatches: int,
+    at: tuple[int, int],
+    part: tuple[int, int] = (1, 0),
+) -> tuple[list[float], list[float]]:
+    """Run the micro-batches of a mini-batch, or a replica's part; return losses and counts.
+
+    Args:
+        at: the step, and the number within it of the mini-batch's first micro-batch.
+        part: the number of replicas, and the number of this one.
+    """
+    (x, y), (step, first) = batch, at
+    samples = len(pytree.tree_leaves(x)[0])
+    count = min(microbatches, samples)
+    losses: list[float] = []
+    counts: list[float] = []
+    inputs, targets = split(x, count), split(y, count)
+    for m in block(count, *part):
+        value = inputs[m]
+        share = len(pytree.tree_leaves(value)[0]) / samples
+        for index, layer in enumerate(net):
+            rng.seed_all(rng.layer_seed(0, step, first + m, index))
+            value = layer(value)
+        result = loss(value, targets[m])
+        if isinstance(result, tuple):
+            root = result[0]
+            counts.append(float(result[1]))
+        else:
+            root = result * share
+        root.backward()
+        losses.append(root.item())
+    return losses, counts
+
+
 def plain(
     layers: Sequence[nn.Module],
     loss: Loss,
@@ -62,25 +100,9 @@ def plain(
     net = nn.Sequential(*layers)
     optimizers = in_a_list(optimizer(net.parameters())) if optimizer else []
     trained = Trained()
-    for step, (x, y) in enumerate(batches, 1):
+    for step, batch in enumerate(batches, 1):
         net.zero_grad()
-        samples = len(pytree.tree_leaves(x)[0])
-        losses: list[float] = []
-        counts: list[float] = []
-        count = min(microbatches, samples)
-        for m, (xm, ym) in enumerate(zip(split(x, count), split(y, count), strict=True)):
-            share = len(pytree.tree_leaves(xm)[0]) / samples
-            for index, layer in enumerate(net):
-                rng.seed_all(rng.layer_seed(0, step, m, index))
-                xm = layer(xm)
-            result = loss(xm, ym)
-            if isinstance(result, tuple):
-                root = result[0]
-                counts.append(float(result[1]))
-            else:
-                root = result * share
-            root.backward()
-            losses.append(root.item())
+        losses, counts = run(net, loss, batch, microbatches, (step, 0))
         trained.losses.append(tuple(losses))
         trained.counts.append(tuple(counts))
         trained.grads.append({name: copy_grad(p.grad) for name, p in net.named_parameters()})

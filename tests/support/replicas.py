@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pipeworker.plan.partition import block
-from pipeworker.worker.stage import rng
-from support.plain_loop import Batches, Grads, Loss, MakeOptimizer, Trained, in_a_list, split
+from support.plain_loop import (
+    Batches,
+    Grads,
+    Loss,
+    MakeOptimizer,
+    Trained,
+    copy_grad,
+    copy_weights,
+    in_a_list,
+    run,
+)
 
 
 def plain(
@@ -41,16 +48,16 @@ def plain(
             results, number = [], 0
             for x, y in some:
                 at = step, number
-                results.append(_run(net, loss, (x, y), microbatches, (replicas, replica), at))
+                results.append(run(net, loss, (x, y), microbatches, at, (replicas, replica)))
                 number += min(microbatches, len(pytree.tree_leaves(x)[0]))
             of_replica.append(results)
-            totals.append({n: _clone(p.grad) for n, p in net.named_parameters()})
+            totals.append({n: copy_grad(p.grad) for n, p in net.named_parameters()})
         for index in range(len(some)):
             parts = [results[index] for results in of_replica]
             trained.losses.append(tuple(a for losses, _ in parts for a in losses))
             trained.counts.append(tuple(a for _, counts in parts for a in counts))
         gradients = {name: added([total[name] for total in totals]) for name in totals[0]}
-        trained.grads.append({name: _clone(gradient) for name, gradient in gradients.items()})
+        trained.grads.append({name: copy_grad(gradient) for name, gradient in gradients.items()})
         if optimizers:
             counts = sum(sum(some) for some in trained.counts[-len(some) :])
             for name, parameter in net.named_parameters():
@@ -59,45 +66,8 @@ def plain(
                     parameter.grad /= counts
             for opt in optimizers:
                 opt.step()
-    trained.weights = {n: p.detach().clone() for n, p in net.named_parameters()}
+    trained.weights = copy_weights(net.named_parameters())
     return trained
-
-
-def _run(
-    net: nn.Sequential,
-    loss: Loss,
-    batch: tuple[Any, Any],
-    microbatches: int,
-    part: tuple[int, int],
-    at: tuple[int, int],
-) -> tuple[list[float], list[float]]:
-    """Run one replica's micro-batches of a mini-batch; return losses and counts.
-
-    Args:
-        part: the number of replicas, and the number of this one.
-        at: the step, and the number within it of the mini-batch's first micro-batch.
-    """
-    (x, y), (step, first) = batch, at
-    samples = len(pytree.tree_leaves(x)[0])
-    count = min(microbatches, samples)
-    losses: list[float] = []
-    counts: list[float] = []
-    inputs, targets = split(x, count), split(y, count)
-    for m in block(count, *part):
-        value = inputs[m]
-        share = len(pytree.tree_leaves(value)[0]) / samples
-        for index, layer in enumerate(net):
-            rng.seed_all(rng.layer_seed(0, step, first + m, index))
-            value = layer(value)
-        result = loss(value, targets[m])
-        if isinstance(result, tuple):
-            root = result[0]
-            counts.append(float(result[1]))
-        else:
-            root = result * share
-        root.backward()
-        losses.append(root.item())
-    return losses, counts
 
 
 def added(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -107,7 +77,3 @@ def added(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         if gradient is not None:
             total = gradient.clone() if total is None else total + gradient
     return total
-
-
-def _clone(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    return None if gradient is None else gradient.clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from pipeworker.display.plan.view import Choice, PlanView, StageView
@@ -18,13 +19,12 @@ def to_json(view: PlanView) -> dict[str, Any]:
         return value if view.measured else None
 
     def stage(one: StageView) -> dict[str, Any]:
-        times = {"forward": one.forward, "recompute": one.recompute, "backward": one.backward}
         return {
             "stage": one.stage,
             "worker": one.worker,
             "layers": list(one.layers),
             "parameters": one.parameters,
-            "seconds": {name: known(value) for name, value in times.items()},
+            "seconds": {name: known(value) for name, value in asdict(one.seconds).items()},
             "memory_bytes": one.memory,
             "limit_bytes": one.limit,
             "recompute": one.mode,

@@ -21,7 +21,7 @@ _WORDS = ("schedule", "recompute mode", "note")
 """Columns of words."""
 
 
-def picture_of(view: PlanView, width: int = 960) -> Picture:
+def picture_of(view: PlanView) -> Picture:
     """Return the picture of a plan's step."""
     planned = view.planned
     speed = ""
@@ -35,7 +35,6 @@ def picture_of(view: PlanView, width: int = 960) -> Picture:
         planned.timing.bubble,
         planned.update,
         timed=view.measured,
-        width=width,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple
 from itertools import groupby
 
 from pipeworker.display.plan.view import Choice, PlanView, StageView
@@ -78,7 +79,7 @@ CHOICE_HEAD = ("schedule", "stages", "step", "samples/s", "bubble", "memory")
 
 def stage_cells(view: PlanView, stage: StageView) -> list[str]:
     """Return the cells of a stage, as in STAGE_HEAD; times are those of a step."""
-    total = sum(one.seconds for one in view.stages)
+    total = sum(one.seconds.total for one in view.stages)
 
     def time(seconds: float) -> str:
         if not seconds:
@@ -91,7 +92,7 @@ def stage_cells(view: PlanView, stage: StageView) -> list[str]:
         str(stage.worker),
         f"{first}-{stop - 1}" if stop - first > 1 else str(first),
         count_text(stage.parameters),
-        *(time(seconds) for seconds in (stage.forward, stage.recompute, stage.backward)),
+        *map(time, astuple(stage.seconds)),
         bytes_text(stage.memory),
         "-" if stage.limit is None else bytes_text(stage.limit),
         stage.mode,

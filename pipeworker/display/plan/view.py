@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.plan.partition import ranges
 from pipeworker.plan.placement import held_text
-from pipeworker.plan.planned import Planned
+from pipeworker.plan.planned import Planned, StageSeconds
 from pipeworker.plan.schedule import Schedule
 from pipeworker.plan.simulate import Span, timeline
 
@@ -20,7 +20,7 @@ class StageView:
     Attributes:
         layers: half-open range of its layers.
         parameters: number of elements of its parameters.
-        forward: seconds of its forwards in a step; `recompute` and `backward` likewise.
+        seconds: for which it computes in a step.
         memory: predicted peak bytes of its worker, with all of its stages.
         limit: bytes that its worker may use; None without a limit.
         mode: its recompute mode.
@@ -30,17 +30,10 @@ class StageView:
     worker: int
     layers: tuple[int, int]
     parameters: int
-    forward: float
-    recompute: float
-    backward: float
+    seconds: StageSeconds
     memory: int
     limit: int | None
     mode: str
-
-    @property
-    def seconds(self) -> float:
-        """Seconds for which the stage computes in a step."""
-        return self.forward + self.recompute + self.backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +105,7 @@ class PlanView:
                 worker,
                 layers,
                 sum(layer.parameters for layer in facts.layers[slice(*layers)]),
-                seconds[stage].forward,
-                seconds[stage].recompute,
-                seconds[stage].backward,
+                seconds[stage],
                 planned.memory[worker],
                 planned.limits[worker],
                 planned.recompute[stage],

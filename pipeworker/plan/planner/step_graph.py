@@ -71,9 +71,7 @@ class StepGraph:
     send or a receive: of channels that every balance has, and of others.
     """
 
-    def __init__(
-        self, schedule: Schedule, capacity: int = CHANNEL_CAPACITY, *, handles: bool = True
-    ) -> None:
+    def __init__(self, schedule: Schedule, *, handles: bool = True) -> None:
         """Compile the graph; unless it `handles`, a send or a receive takes no time itself."""
         self._stages, self._handles = schedule.placement.stages, handles
         self._edges: list[Edge] = []
@@ -84,7 +82,7 @@ class StepGraph:
         self._edge: list[int] = []
         self._work: list[int] = []
         self._ends: list[int] = []
-        self._compile(schedule, capacity)
+        self._compile(schedule)
 
     def __len__(self) -> int:
         return len(self._work)
@@ -136,7 +134,7 @@ class StepGraph:
             add(now + works[work])
         return times
 
-    def _compile(self, schedule: Schedule, capacity: int) -> None:
+    def _compile(self, schedule: Schedule) -> None:
         handled = self._stages * KINDS
         channels: dict[Edge, _Channel] = {}
         at, last = [0] * len(schedule.workers), [0] * len(schedule.workers)
@@ -156,7 +154,7 @@ class StepGraph:
                     if edge not in channels:
                         bounded = is_bounded(edge, schedule.placement)
                         self._edges.append(edge)
-                        channels[edge] = _Channel(len(self._edges), capacity if bounded else None)
+                        channels[edge] = _Channel(len(self._edges), bounded=bounded)
                     through = channels[edge]
                     work = handled + (edge.payload not in COMMON)
                     node = self._pass(last[worker], through, work, sends=kind in SENDS)
@@ -169,7 +167,9 @@ class StepGraph:
                         through.waiting = -1
                 at[worker] += 1
         if any(place < len(acts) for place, acts in zip(at, schedule.workers, strict=True)):
-            raise ScheduleError(f"schedule {schedule.name} deadlocks with {capacity} frames")
+            raise ScheduleError(
+                f"schedule {schedule.name} deadlocks with {CHANNEL_CAPACITY} frames"
+            )
         self._ends = last
 
     def _pass(self, node: int, through: _Channel, handled: int, *, sends: bool) -> int:
@@ -205,8 +205,8 @@ class _Channel:
 
     __slots__ = ("frames", "number", "slots", "waiting")
 
-    def __init__(self, number: int, capacity: int | None) -> None:
+    def __init__(self, number: int, *, bounded: bool) -> None:
         self.number = number
         self.frames: deque[int] = deque()
-        self.slots: deque[int] | None = None if capacity is None else deque([0] * capacity)
+        self.slots: deque[int] | None = deque([0] * CHANNEL_CAPACITY) if bounded else None
         self.waiting = -1
