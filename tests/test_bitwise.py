@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from support.compare import assert_same, plain_loop
-from support.jobs import Jobs, Run
+from support.jobs import Jobs, Record
 from support.slow import slow
 from support.sources import DROPOUT_JOB, JOB, NESTED_JOB
 
@@ -83,7 +83,7 @@ def test_several_optimizers_equal_the_plain_loop(jobs: Jobs) -> None:
     resume = ("launch", "--resume", "--run-dir", str(cut.path), "--stages", "2", "--steps", "6")
     done = jobs.pipeworker(*resume, str(jobs.folder / "job.py"))
     assert done.returncode == 0, done.stderr
-    for run in (whole, lost, Run(0, "", "", cut.path)):
+    for run in (whole, lost, Record(cut.path)):
         assert [row["loss"] for row in run.metrics] == losses
         assert_same(run, whole)
         assert all(torch.equal(value, weights[key]) for key, value in run.weights.items())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.compare import assert_same
-from support.jobs import Jobs, Reference, Run, until
+from support.jobs import Jobs, Record, Reference, ended, steps_of, until
 from support.sources import CALM
 
 STEPS = ("--steps", "40", "--microbatches", "4")
@@ -30,12 +30,10 @@ def test_a_running_job_is_ended_with_a_checkpoint_and_can_be_resumed(
     jobs: Jobs, reference: Reference
 ) -> None:
     process, path = jobs.start("--stages", "2", *STEPS, source=CALM)
-    until(lambda: (path / "metrics.jsonl").exists() and (path / "metrics.jsonl").read_text())
+    until(lambda: steps_of(path))
     done = jobs.pipeworker("cancel", path.name)
     assert done.returncode == 0, done.stderr
-    stdout, stderr = process.communicate(timeout=30)
-    assert process.returncode == 130
-    summary = json.loads((path / "summary.json").read_text())
+    summary = ended(process, path, 130).summary
     assert summary["status"] == "interrupted"
     step = summary["steps"]
     assert 0 < step < 40
@@ -45,7 +43,7 @@ def test_a_running_job_is_ended_with_a_checkpoint_and_can_be_resumed(
     resumed = jobs.pipeworker("launch", "--resume", path.name)
     assert resumed.returncode == 0, resumed.stderr
     assert not (path / "cancelled").exists()
-    assert_same(Run(0, stdout, stderr, path), reference("--stages", "1", *STEPS, source=CALM))
+    assert_same(Record(path), reference("--stages", "1", *STEPS, source=CALM))
 
 
 def test_a_job_that_waits_in_the_queue_is_cancelled_by_its_run_directory(

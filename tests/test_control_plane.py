@@ -24,7 +24,7 @@ from pipeworker.wire.lines import Bound, Configuration, FromCoordinator, Verdict
 from pipeworker.wire.messages.presence import Failed, Heartbeat, Hello
 from pipeworker.wire.messages.store import StoreOperation, StoreRequest
 from pipeworker.wire.reliable_stream import MAX_UNACKNOWLEDGED, UNNUMBERED, pack
-from support.jobs import Jobs, Run, until
+from support.jobs import Jobs, Record, until
 from support.manual_job import GENERATION, ManualJob
 from support.slow import slow
 from support.sources import JOB
@@ -132,7 +132,7 @@ def check_numbers(jobs: Jobs, attacked: ManualJob) -> None:
     """Check that the numbers equal those of a run without an attack."""
     words = ("--stages", "2", "--microbatches", "2", "--recompute", "never")
     quiet = jobs.train(*words, "--steps", str(attacked.steps), source=SLOW_JOB)
-    run = Run(0, "", "", attacked.run_dir)
+    run = Record(attacked.run_dir)
     for name in ("step", "loss", "grad_norm", "samples", "epoch"):
         assert [row[name] for row in run.metrics] == [row[name] for row in quiet.metrics]
     assert len(run.metrics) == attacked.steps
@@ -167,7 +167,7 @@ def test_messages_of_a_broken_connection_are_resent(
 
     words = ("--stages", "2", "--microbatches", "2", "--recompute", "never", "--steps", "30")
     quiet = jobs.train(*words, source=SLOW_JOB)
-    run = Run(0, "", "", jobs.folder / "broken")
+    run = Record(jobs.folder / "broken")
     for name in ("step", "loss", "grad_norm"):
         assert [row[name] for row in run.metrics] == [row[name] for row in quiet.metrics]
     assert all((run.weights[key] == value).all() for key, value in quiet.weights.items())

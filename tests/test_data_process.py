@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from support.compare import assert_same
-from support.jobs import Jobs, Reference, Run, processes_of, until
+from support.jobs import Jobs, Record, Reference, ended, pids_of, processes_of, until
 from support.slow import slow
+from support.sources import gated
 
 READS = """
     import os
@@ -76,18 +77,20 @@ def reads(jobs: Jobs) -> list[tuple[int, int]]:
 
 def reader_of(jobs: Jobs) -> int:
     """Return the pid of the process that reads."""
-    (pid,) = [pid for pid, line in processes_of(jobs.folder).items() if line.startswith("reader\n")]
+    (pid,) = pids_of(jobs.folder, "reader")
     return pid
 
 
 @pytest.fixture
-def quiet(reference: Reference) -> Run:
+def quiet(reference: Reference) -> Record:
     """Return a run whose worker reads, without a fault."""
     return reference(*WORDS, *HERE, source=READS)
 
 
 @pytest.mark.parametrize("victim", ["0", "1"])
-def test_nothing_is_read_again_when_a_worker_is_lost(jobs: Jobs, quiet: Run, victim: str) -> None:
+def test_nothing_is_read_again_when_a_worker_is_lost(
+    jobs: Jobs, quiet: Record, victim: str
+) -> None:
     run = jobs.train(*WORDS, "--", victim, source=READS)
     assert (jobs.folder / "died").exists()
     assert run.summary["restarts"] == 1
@@ -98,22 +101,15 @@ def test_nothing_is_read_again_when_a_worker_is_lost(jobs: Jobs, quiet: Run, vic
     assert "reading" not in run.stderr
 
 
-GATED = READS.replace(
-    "length = random",
-    """while number == 6 and not Path("go").exists():
-                time.sleep(0.02)
-            length = random""",
-)
+GATED = gated(READS, "length = random", "number == 6")
 
 
-def test_data_is_read_again_if_its_process_is_lost(jobs: Jobs, quiet: Run) -> None:
+def test_data_is_read_again_if_its_process_is_lost(jobs: Jobs, quiet: Record) -> None:
     process, path = jobs.start(*WORDS, source=GATED)
     until(lambda: (jobs.folder / "reads").exists() and reads(jobs)[-1][1] == 6)
     os.kill(reader_of(jobs), signal.SIGKILL)
     (jobs.folder / "go").touch()
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 0, stderr
-    run = Run(0, "", stderr, path)
+    run = ended(process, path)
     assert "the process that reads data() is gone" in run.summary["causes"][0]
     assert_same(run, quiet)
     found = reads(jobs)
@@ -175,7 +171,7 @@ ONCE = READS.replace(
 ).replace("VICTIM =", "transient = (ConnectionError,)\n    VICTIM =", 1)
 
 
-def test_a_transient_error_of_data_is_tried_again(jobs: Jobs, quiet: Run) -> None:
+def test_a_transient_error_of_data_is_tried_again(jobs: Jobs, quiet: Record) -> None:
     run = jobs.train(*WORDS, source=ONCE)
     assert_same(run, quiet)
     (cause,) = run.summary["causes"]
@@ -189,7 +185,7 @@ NEEDS_MODEL = READS.replace(
 NEEDS_MODEL = NEEDS_MODEL.replace("torch.randn(length, 8)", "torch.randn(length, SIZE)")
 
 
-def test_data_that_needs_what_model_does_is_read_by_the_worker(jobs: Jobs, quiet: Run) -> None:
+def test_data_that_needs_what_model_does_is_read_by_the_worker(jobs: Jobs, quiet: Record) -> None:
     run = jobs.train(*WORDS, source=NEEDS_MODEL)
     assert_same(run, quiet)
     assert "data() is read in the worker: " in run.log("worker-0")

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from support.compare import assert_same
-from support.jobs import Jobs, Run
+from support.jobs import Jobs, Record
 from support.ranks import Scripts, script
 from support.slow import slow
 
@@ -85,7 +85,7 @@ LOOP = """
 """
 
 
-def evaluations(run: Run) -> list[dict[str, Any]]:
+def evaluations(run: Record) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.path / "evaluation.jsonl").open()]
 
 
@@ -102,7 +102,7 @@ def test_epochs_are_equal_at_any_number_of_stages_and_after_a_resume(
     words = ("--resume", "--run-dir", str(cut.path), str(jobs.folder / "job.py"))
     done = jobs.pipeworker("launch", "--epochs", "3", "--stages", "3", *words)
     assert done.returncode == 0, done.stderr
-    run = Run(0, done.stdout, done.stderr, cut.path)
+    run = Record(cut.path)
     assert_same(run, uncut)
     assert evaluations(run) == evaluations(uncut)
     record = json.loads((run.path / "run.json").read_text())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.jobs import Jobs, processes_of, until
+from support.jobs import Jobs, ended, pids_of, until
 from support.sources import JOB
 from support.terminal import Terminal
 
@@ -117,13 +116,12 @@ def test_a_lost_coordinator_is_reported_in_the_foreground(
     monkeypatch.setenv("PIPEWORKER_TIMINGS", "0.2")
     process, path = jobs.start("--stages", "1", "--debug", source=BUILDS)
     until(lambda: (jobs.folder / "builds").exists())
-    (pid,) = [pid for pid, name in processes_of(jobs.folder).items() if name.startswith("coord")]
+    (pid,) = pids_of(jobs.folder, "coordinator")
     os.kill(pid, signal.SIGKILL)
     (jobs.folder / "go").touch()
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert stderr.startswith(f"error: the coordinator (pid {pid}) was killed\n")
-    assert json.loads((path / "summary.json").read_text())["status"] == "failed"
+    run = ended(process, path, 1)
+    assert run.stderr.startswith(f"error: the coordinator (pid {pid}) was killed\n")
+    assert run.summary["status"] == "failed"
 
 
 def test_debug_requires_a_single_worker(jobs: Jobs) -> None:

@@ -23,7 +23,7 @@ from pipeworker.record.checkpoint.manifest import file_names
 from support.compare import assert_identical
 from support.drawn_job import DrawnJob, draw_job
 from support.fault_injection import AT_START, IN_COMMIT, IN_RECOVERY, TIMEOUT, Fault, FaultInjector
-from support.jobs import Jobs, Run, until
+from support.jobs import Jobs, Record, Run, steps_of, until
 from support.observed_job import ObservedJob
 from support.ranks import Ranks, Scripts
 from support.slow import slow
@@ -200,17 +200,17 @@ def test_torchrun_restarts_a_drawn_job(
         options=("--standalone", "--max-restarts", "9", "--monitor-interval", "0.1"),
     )
     for _ in range(chance.randint(1, 3) if CASES else 1):
-        plan = started.training(row_count(started.path) + chance.randint(1, 6))
+        plan = started.training(steps_of(started.path) + chance.randint(1, 6))
         pids = {stage["pid"] for stage in plan["stages"]}
         ways = [signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]
         if CASES and len(pids) > 1:  # torchrun waits 30 s for one that is stopped, alone for ever
             ways.append(signal.SIGSTOP)
         how = chance.choice(ways)
         pid = chance.choice(sorted(pids))
-        print(f"row {row_count(started.path)}: {how.name} of a rank")
+        print(f"row {steps_of(started.path)}: {how.name} of a rank")
         os.kill(pid, how)
         until(partial(replaced, started, pids))
-    started.training(row_count(started.path) + 2)
+    started.training(steps_of(started.path) + 2)
     started.process.send_signal(signal.SIGTERM)
     run = started.end()
     monkeypatch.delenv("PAUSE")
@@ -224,15 +224,10 @@ def replaced(started: Started, pids: set[int]) -> bool:
     """Return whether other processes train now than these."""
     assert started.process.poll() is None, started.end().stderr
     try:
-        plan = json.loads((started.path / "plan.json").read_text())
+        plan = Record(started.path).plan
     except (FileNotFoundError, ValueError):
         return False
     return not pids & {stage["pid"] for stage in plan["stages"]}
-
-
-def row_count(path: Path) -> int:
-    file = path / "metrics.jsonl"
-    return file.read_text().count("\n") if file.exists() else 0
 
 
 def without(words: tuple[str, ...], *names: str) -> list[str]:
@@ -334,7 +329,7 @@ def test_a_drawn_loop_of_the_users_own_equals_a_quiet_run_of_one_stage(
 def has_rows(ranks: Ranks, count: int) -> bool:
     """Return whether so many steps are on record; fail if a rank has ended."""
     assert all(one.poll() is None for one in ranks.processes), [r.stderr for r in ranks.end()]
-    return row_count(ranks.run_dir) >= count
+    return steps_of(ranks.run_dir) >= count
 
 
 @pytest.mark.skipif(not CASES, reason="takes half a minute: make fuzz")

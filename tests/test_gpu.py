@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 
@@ -13,7 +12,7 @@ from pipeworker.worker.device.accelerator import accelerator_for
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.send_thread import SendThread
 from support.compare import assert_same, plain_loop
-from support.jobs import Jobs, Run, until
+from support.jobs import Jobs, Record, ended, steps_of, until
 from support.mapped import between_processes
 from support.sources import DROPOUT_JOB, JOB
 from support.transport import MemoryLink
@@ -62,15 +61,12 @@ def test_a_lost_worker_is_replaced_and_the_run_resumed(jobs: Jobs) -> None:
     slow = DROPOUT_JOB.replace("x = torch", "__import__('time').sleep(0.2)\n            x = torch")
     words = ("--snapshot-every", "1", "--steps", "4", *WORDS)
     process, path = jobs.start("--stages", "2", *words, source=slow)
-    rows = path / "metrics.jsonl"
-    until(lambda: rows.exists() and rows.read_bytes().count(b"\n") >= 2)
-    os.kill(json.loads((path / "plan.json").read_text())["stages"][1]["pid"], signal.SIGKILL)
-    _, stderr = process.communicate(timeout=90)
-    assert process.returncode == 0, stderr
-    assert Run(0, "", "", path).summary["restarts"] == 1
+    until(lambda: steps_of(path) >= 2)
+    os.kill(Record(path).plan["stages"][1]["pid"], signal.SIGKILL)
+    assert ended(process, path, seconds=90).summary["restarts"] == 1
     more = jobs.pipeworker("launch", "--resume", str(path), "--stages", "1", "--steps", "5")
     assert more.returncode == 0, more.stderr
-    assert_same(base, Run(0, "", "", path))
+    assert_same(base, Record(path))
 
 
 def test_stages_on_accelerators_give_the_same_bits(jobs: Jobs) -> None:

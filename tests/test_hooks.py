@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 from support.compare import assert_same
-from support.jobs import Jobs, Reference, processes_of, until
+from support.jobs import Jobs, Reference, pids_of, processes_of, until
 from support.ranks import Scripts, script
 from support.slow import slow
 from support.sources import DIES, JOB
@@ -105,7 +105,7 @@ def test_nothing_is_left_of_hooks_when_the_launcher_is_killed(jobs: Jobs) -> Non
     source = f"{JOB.replace('range(6)', 'range(10**6)')}{FAILS}\n    on_step = on_checkpoint\n"
     process, _ = jobs.start("--stages", "1", source=source)
     until(lambda: any("sleep" in line for line in processes_of(jobs.folder).values()))
-    assert any(line.startswith("hooks\n") for line in processes_of(jobs.folder).values())
+    assert pids_of(jobs.folder, "hooks")
     process.send_signal(signal.SIGKILL)
     until(lambda: not processes_of(jobs.folder))
 

@@ -16,7 +16,7 @@ from pipeworker.errors import AGAIN
 from support.compare import assert_same
 from support.hosts import CABLES, Host, ip
 from support.interpreter import PRELOAD
-from support.jobs import Jobs, Process, Run, processes_of, until
+from support.jobs import Jobs, Process, Run, ended, processes_of, until
 from support.pretend import VARIABLE as PRETEND
 from support.slow import slow
 from support.sources import CALM, JOB
@@ -68,12 +68,10 @@ def expect_error(
     processes: Sequence[Process], jobs: Jobs, expected: str, rank: int = 0
 ) -> list[Run]:
     """Check that all processes fail soon, and that the one of `rank` shows the expected error."""
-    began, runs = time.monotonic(), []
-    for process in processes:
-        stdout, stderr = process.communicate(timeout=90)
-        assert process.returncode is not None
-        runs.append(Run(process.returncode, stdout, stderr, jobs.folder / "run"))
-        assert process.returncode in (1, 2, AGAIN), stderr
+    began = time.monotonic()
+    runs = [ended(process, jobs.folder / "run", None, seconds=90) for process in processes]
+    for run in runs:
+        assert run.status in (1, 2, AGAIN), run.stderr
     assert time.monotonic() - began < 60
     assert re.search(f"^error: {expected}", runs[rank].stderr, re.MULTILINE), runs[rank].stderr
     return runs

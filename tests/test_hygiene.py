@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -17,7 +16,7 @@ import pytest
 from pipeworker.errors import UsageError
 from pipeworker.runs.begin import RunRequest
 from pipeworker.timings import DEFAULT
-from support.jobs import Jobs, cpu_seconds, processes_of, until
+from support.jobs import Jobs, Record, cpu_seconds, processes_of, steps_of, until
 from support.live import SECONDS, Live, left_in
 from support.slow import slow
 from support.sources import JOB, LOADER, SLEEPERS
@@ -65,18 +64,12 @@ def start(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Live]:
         process, path = jobs.start(*ENDLESS, *words, source=source, **options)
         live = Live(process, path, jobs.folder, shared)
         if source is SLEEPERS:
-            until(lambda: rows(path) > 2)
+            until(lambda: steps_of(path) > 2)
             (child,) = jobs.folder.glob("child-*")
             assert int(child.read_text()) in processes_of(jobs.folder)
         return live
 
     return start
-
-
-def rows(path: Path) -> int:
-    """Return the number of steps on record."""
-    metrics = path / "metrics.jsonl"
-    return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
 @pytest.mark.parametrize(
@@ -124,13 +117,13 @@ def test_no_socket_stays(start: Callable[..., Live], killed: tuple[str, ...]) ->
     Without a fault the job ends in mid-epoch, by an interrupt.
     """
     live = start(source=LOADER)
-    until(lambda: rows(live.path) > 2)
+    until(lambda: steps_of(live.path) > 2)
     assert [*(live.folder / "tmp").glob("pymp-*/listener-*")]
-    before = rows(live.path)
+    before = steps_of(live.path)
     for pid in [live.pid(process) for process in killed]:
         os.kill(pid, signal.SIGKILL)
     if "launcher" not in killed:
-        until(lambda: rows(live.path) > before + 2)
+        until(lambda: steps_of(live.path) > before + 2)
         live.process.send_signal(signal.SIGINT)
         assert live.end()[0] == 130
     live.check_gone()
@@ -183,7 +176,7 @@ def test_a_run_directory_is_in_use_until_all_processes_that_write_there_are_gone
     monkeypatch.setattr("pipeworker.runs.begin.timings", lambda: DEFAULT.scaled(20))
     prepared = resume.prepare()
     assert not live.path.joinpath("summary.json").exists()
-    assert rows(live.path) == 0
+    assert steps_of(live.path) == 0
     prepared.close()
     live.process.communicate(timeout=SECONDS)
 
@@ -201,7 +194,7 @@ def test_a_signal_ends_the_job_after_its_step(
     assert live.summary["status"] == "interrupted"
     assert live.summary["error"] is None
     # The job was in a step, which is complete and on record.
-    assert live.summary["steps"] == rows(live.path)
+    assert live.summary["steps"] == steps_of(live.path)
 
 
 @pytest.mark.parametrize(
@@ -247,10 +240,10 @@ def test_a_job_under_nohup_outlives_its_terminal(jobs: Jobs) -> None:
         "import runpy, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
         f"sys.argv = {words}; runpy.run_module('pipeworker', run_name='__main__')",
     )
-    until(lambda: rows(path) > 2)
+    until(lambda: steps_of(path) > 2)
     process.send_signal(signal.SIGHUP)
-    before = rows(path)
-    until(lambda: rows(path) > before + 2)
+    before = steps_of(path)
+    until(lambda: steps_of(path) > before + 2)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=SECONDS)
     assert (process.returncode, stderr.count("stopping after this step")) == (130, 1)
@@ -277,7 +270,7 @@ def test_a_job_that_ends_while_it_starts_leaves_nothing(
     _, stderr = process.communicate(timeout=SECONDS)
     until(lambda: not processes_of(jobs.folder), SECONDS)
     assert "Traceback" not in stderr
-    status = json.loads((path / "summary.json").read_text())["status"]
+    status = Record(path).summary["status"]
     if number == signal.SIGINT:
         assert (process.returncode, status) == (130, "interrupted")
         assert "before the first step, so without a checkpoint" in stderr
@@ -310,18 +303,18 @@ def test_an_interrupt_from_the_keyboard_while_a_layer_hangs(
         until(lambda: "interrupted" in terminal.read(), SECONDS)
         assert terminal.wait(SECONDS) == 130
     until(lambda: not processes_of(jobs.folder), SECONDS)
-    assert json.loads((terminal.path / "summary.json").read_text())["status"] == "interrupted"
+    assert Record(terminal.path).summary["status"] == "interrupted"
 
 
 def test_a_closed_terminal_interrupts_the_job(jobs: Jobs, start: Callable[..., Live]) -> None:
     with Terminal(jobs, *ENDLESS, source=SLEEPERS) as terminal:
-        until(lambda: terminal.read() and rows(terminal.path) > 2)
+        until(lambda: terminal.read() and steps_of(terminal.path) > 2)
         terminal.hang_up()
         assert terminal.wait(SECONDS) == 130
     until(lambda: not processes_of(jobs.folder), SECONDS)
-    summary = json.loads((terminal.path / "summary.json").read_text())
+    summary = Record(terminal.path).summary
     assert summary["status"] == "interrupted"
-    assert summary["steps"] == rows(terminal.path)
+    assert summary["steps"] == steps_of(terminal.path)
     assert not left_in(jobs.folder / "tmp")
 
 
@@ -331,7 +324,7 @@ def test_a_closed_output_does_not_end_the_job(jobs: Jobs) -> None:
     assert process.stdout is not None
     process.stdout.close()
     assert process.wait(SECONDS) == 0
-    assert json.loads((path / "summary.json").read_text())["steps"] == 6
+    assert Record(path).summary["steps"] == 6
 
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=slow), 2])
@@ -381,8 +374,8 @@ def test_a_job_trains_on_while_its_launcher_is_stopped(start: Callable[..., Live
     os.kill(live.pid("launcher"), signal.SIGSTOP)
     log, stopped = live.path / "logs" / "coordinator.log", time.monotonic()
     until(lambda: time.monotonic() - stopped > 7)
-    before = rows(live.path)
-    until(lambda: rows(live.path) > before + 2)
+    before = steps_of(live.path)
+    until(lambda: steps_of(live.path) > before + 2)
     assert "has not answered" not in log.read_text()
     os.kill(live.pid("launcher"), signal.SIGCONT)
     live.process.send_signal(signal.SIGINT)

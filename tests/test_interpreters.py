@@ -13,23 +13,15 @@ from pathlib import Path
 import pytest
 
 from pipeworker.wire.keys import new_token
-from support.jobs import Jobs, Run, processes_of, until
+from support.jobs import Jobs, Run, ended, processes_of, steps_of, until
 from support.neighbours import IMPORTS, PRINTED, write_neighbours
 from support.slow import slow
-from support.sources import JOB
+from support.sources import JOB, gated
 
 TOKEN = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 NEEDED = {"torch._dynamo", "pipeworker.worker.worker"}
-GATED = (
-    f"{IMPORTS}\n    import sys\n    print('there', {NEEDED} <= sys.modules.keys())\n"
-    + JOB.replace(
-        "x = torch.randn(10",
-        """if _ == 3:
-                import pathlib, time
-                while not pathlib.Path("go").exists():
-                    time.sleep(0.02)
-            x = torch.randn(10""",
-    )
+GATED = f"{IMPORTS}\n    import sys\n    print('there', {NEEDED} <= sys.modules.keys())\n" + gated(
+    JOB, when="_ == 3"
 )
 
 
@@ -58,8 +50,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     env.pop("PYTHONUNBUFFERED", None)
     try:
         process, path = jobs.start("--stages", "2", source=GATED, env=env)
-        metrics = path / "metrics.jsonl"
-        until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
+        until(lambda: steps_of(path) >= 2)
         processes = {
             pid: Path(f"/proc/{pid}/cmdline").read_bytes()
             + Path(f"/proc/{pid}/environ").read_bytes()
@@ -67,9 +58,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
         }
         log = (path / "logs" / "worker-0.log").read_text()
         (jobs.folder / "go").touch()
-        stdout, stderr = process.communicate(timeout=60)
-        assert process.returncode == 0, stderr
-        yield Seen(Run(process.returncode, stdout, stderr, path), processes, log)
+        yield Seen(ended(process, path), processes, log)
     finally:
         jobs.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import textwrap
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from support.compare import assert_same, plain_loop
-from support.jobs import Jobs, Run, until
+from support.jobs import Jobs, Record, ended, steps_of, until
 from support.ranks import LOOP, Scripts, script
 from support.slow import slow
 
@@ -152,7 +151,7 @@ def test_what_several_layers_share_has_the_modules_own_name_in_files(jobs: Jobs)
         more = ("--resume", str(path), "--stages", others, "--schedule", "gpipe", "--steps", "4")
         resumed = jobs.pipeworker("launch", *more)
         assert resumed.returncode == 0, resumed.stderr
-        assert_same(one, Run(0, "", "", path))
+        assert_same(one, Record(path))
     scope: dict[str, object] = {}
     exec(textwrap.dedent(SHARING), scope)
     made = scope["Net"]()  # type: ignore[operator]
@@ -203,15 +202,12 @@ def test_a_sequential_keeps_its_own_hooks_and_buffers(jobs: Jobs) -> None:
 def test_a_run_is_resumed_after_a_lost_worker_and_exported(jobs: Jobs) -> None:
     one = jobs.train("--stages", "1", *WORDS, source=MODULE)
     process, path = jobs.start("--stages", "3", *WORDS, "--steps", "4", "--", "slow", source=MODULE)
-    rows = path / "metrics.jsonl"
-    until(lambda: rows.exists() and rows.read_bytes().count(b"\n") >= 2)
-    plan = json.loads((path / "plan.json").read_text())
-    os.kill(plan["stages"][1]["pid"], signal.SIGKILL)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 0, stderr
+    until(lambda: steps_of(path) >= 2)
+    os.kill(Record(path).plan["stages"][1]["pid"], signal.SIGKILL)
+    ended(process, path)
     more = jobs.pipeworker("launch", "--resume", str(path), "--stages", "2", "--steps", "6")
     assert more.returncode == 0, more.stderr
-    run = Run(0, "", "", path)
+    run = Record(path)
     assert_same(one, run)
     exported = jobs.pipeworker("export", str(path), str(jobs.folder / "weights.pt"))
     assert exported.returncode == 0, exported.stderr

@@ -13,7 +13,7 @@ import pytest
 
 from pipeworker.wire.keys import TOKEN_VARIABLE
 from support.compare import assert_same
-from support.jobs import Jobs, Reference, until
+from support.jobs import Jobs, Record, Reference, steps_of, until
 from support.slow import slow
 from support.sources import CALM, DROPOUT_JOB, JOB
 from support.torchrun import Started, Torchrun
@@ -85,9 +85,8 @@ def test_added_and_lost_nodes_change_no_bit(
     first.training()
     second = node()
     until(lambda: len(plan(first.path)) == 2)
-    steps = first.path / "metrics.jsonl"
-    before = steps.read_text().count("\n")
-    until(lambda: steps.read_text().count("\n") > before + 2)
+    before = steps_of(first.path)
+    until(lambda: steps_of(first.path) > before + 2)
     lost = plan(first.path)[1]["pid"]
     second.process.kill()
     os.kill(lost, signal.SIGKILL)
@@ -102,7 +101,7 @@ def test_added_and_lost_nodes_change_no_bit(
 
 def plan(run_dir: Path) -> list[dict[str, Any]]:
     """Return the stages of the running job."""
-    found: list[dict[str, Any]] = json.loads((run_dir / "plan.json").read_text())["stages"]
+    found: list[dict[str, Any]] = Record(run_dir).plan["stages"]
     return found
 
 

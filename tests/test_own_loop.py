@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from support.compare import assert_same
-from support.jobs import Jobs, Run
+from support.jobs import Jobs, ended
 from support.ranks import LOOP, Scripts, script
 from support.slow import slow
 from support.sources import DROPOUT, JOB
@@ -64,10 +64,9 @@ def test_train_under_torchrun(jobs: Jobs) -> None:
     path = jobs.write(script(JOB, train), "loop.py")
     line = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
     process = jobs.python(*line)
-    stdout, stderr = process.communicate(timeout=90)
-    assert process.returncode == 0, stderr
+    run = ended(process, jobs.folder / "run", seconds=90)
     launched = jobs.train("--stages", "1", "--microbatches", "8")
-    assert_same(Run(0, stdout, stderr, jobs.folder / "run"), launched)
+    assert_same(run, launched)
 
 
 def test_several_mini_batches_make_one_step(jobs: Jobs, scripts: Scripts) -> None:

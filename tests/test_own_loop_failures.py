@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from support.jobs import Jobs, processes_of, until
+from support.jobs import Jobs, processes_of, steps_of, until
 from support.ranks import LOOP, Ranks, Scripts, script
 from support.slow import slow
 from support.sources import JOB
@@ -128,8 +128,7 @@ def test_a_failure_is_raised_on_every_rank(
 
 def training(ranks: Ranks) -> None:
     """Wait until a step is on record."""
-    metrics = ranks.run_dir / "metrics.jsonl"
-    until(lambda: metrics.exists() and metrics.read_text())
+    until(lambda: steps_of(ranks.run_dir))
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=slow), pytest.param(2, marks=slow)])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from support.compare import assert_same
-from support.jobs import Jobs, Reference, Run, until
+from support.jobs import Jobs, Reference, ended, steps_of, until
 from support.slow import slow
 from support.sources import JOB
 
@@ -61,11 +61,6 @@ def agents() -> list[int]:
     return [pid for pid in found if b"ray_pipe" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def steps(run_dir: Path) -> int:
-    rows = run_dir / "metrics.jsonl"
-    return len(rows.read_text().splitlines()) if rows.exists() else 0
-
-
 def test_a_job_on_two_nodes_has_the_numbers_of_one(
     cluster: Any, jobs: Jobs, reference: Reference
 ) -> None:
@@ -79,19 +74,18 @@ def test_a_job_on_two_nodes_has_the_numbers_of_one(
 def test_a_lost_node_is_replaced(cluster: Any, jobs: Jobs, reference: Reference) -> None:
     options = ("--steps", "40", "--worker-timeout", "10")
     process, run_dir = jobs.start(*words(cluster, *options), source=SLOW, cold=True)
-    until(lambda: steps(run_dir) >= 3)
+    until(lambda: steps_of(run_dir) >= 3)
     cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
     time.sleep(25)  # longer than a worker may be silent
     assert process.poll() is None
     cluster.add_node(num_cpus=2)
-    stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0, stderr
-    assert "host bundle-" in stderr
-    assert "waits: Ray has no room for a lost bundle of 1 CPU" in stderr
-    assert "resumed after step" in stderr
-    assert "done: 40 steps" in stdout
+    run = ended(process, run_dir, seconds=120)
+    assert "host bundle-" in run.stderr
+    assert "waits: Ray has no room for a lost bundle of 1 CPU" in run.stderr
+    assert "resumed after step" in run.stderr
+    assert "done: 40 steps" in run.stdout
     quiet = reference("--stages", "1", *SPLIT, "--steps", "40")
-    assert_same(Run(0, stdout, stderr, run_dir), quiet)
+    assert_same(run, quiet)
 
 
 def test_no_room_ends_the_command(cluster: Any, jobs: Jobs) -> None:
@@ -106,13 +100,12 @@ def test_a_node_that_is_not_replaced(cluster: Any, jobs: Jobs) -> None:
     """The state that its neighbour holds is saved before the job ends."""
     options = ("--steps", "400", "--set", "patience=5", "--checkpoint-every", "end")
     process, run_dir = jobs.start(*words(cluster, *options), source=SLOW, cold=True)
-    until(lambda: steps(run_dir) >= 5)
-    before = steps(run_dir)
+    until(lambda: steps_of(run_dir) >= 5)
+    before = steps_of(run_dir)
     cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
-    _, stderr = process.communicate(timeout=200)
-    assert process.returncode == 1
-    found = re.search(r"; step (\d+) is saved before it ends", stderr)
-    assert found, stderr
+    run = ended(process, run_dir, 1, seconds=200)
+    found = re.search(r"; step (\d+) is saved before it ends", run.stderr)
+    assert found, run.stderr
     (saved,) = (run_dir / "checkpoints").glob("step-*")
     # The steps that run until the node is gone need not have reached the neighbour.
     assert int(saved.name.rpartition("-")[2]) == int(found[1]) >= before - 1
@@ -121,7 +114,7 @@ def test_a_node_that_is_not_replaced(cluster: Any, jobs: Jobs) -> None:
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_outlives_the_launcher(cluster: Any, jobs: Jobs, kill: int) -> None:
     process, run_dir = jobs.start(*words(cluster, "--steps", "400"), source=SLOW, cold=True)
-    until(lambda: steps(run_dir) >= 2)
+    until(lambda: steps_of(run_dir) >= 2)
     assert len(agents()) >= 2
     os.kill(process.pid, kill)
     process.communicate(timeout=60)
@@ -132,9 +125,8 @@ def test_nothing_outlives_the_launcher(cluster: Any, jobs: Jobs, kill: int) -> N
 def test_a_cluster_that_is_gone(cluster: Any, jobs: Jobs) -> None:
     options = ("--steps", "4000", "--set", "patience=5")
     process, run_dir = jobs.start(*words(cluster, *options), source=SLOW, cold=True)
-    until(lambda: steps(run_dir) >= 2)
+    until(lambda: steps_of(run_dir) >= 2)
     cluster.shutdown()
-    _, stderr = process.communicate(timeout=180)
-    assert process.returncode == 1
-    assert "error: " in stderr
+    run = ended(process, run_dir, 1, seconds=180)
+    assert "error: " in run.stderr
     until(lambda: not agents())

@@ -12,7 +12,7 @@ import pytest
 
 from pipeworker.plan.actions import Kind, parse_actions
 from support.compare import assert_same
-from support.jobs import Jobs, Reference, Run, processes_of, until
+from support.jobs import Jobs, Record, Reference, ended, pids_of, processes_of, steps_of, until
 from support.slow import slow
 from support.sources import CALM, DIES, JOB, gated
 
@@ -23,7 +23,7 @@ HELD = gated(DIES, "length = random", "_ == 3")
 
 
 @pytest.fixture
-def quiet(reference: Reference) -> Run:
+def quiet(reference: Reference) -> Record:
     """Return a run without a fault."""
     return reference(*WORDS, source=DIES)
 
@@ -39,7 +39,7 @@ def quiet(reference: Reference) -> Run:
         ("raise", "layer 2 (Dies) raised ConnectionError: no route"),
     ],
 )
-def test_a_lost_worker_is_replaced(jobs: Jobs, quiet: Run, how: str, cause: str) -> None:
+def test_a_lost_worker_is_replaced(jobs: Jobs, quiet: Record, how: str, cause: str) -> None:
     run = jobs.train(*WORDS, "--worker-timeout", "3", "--", how, source=DIES)
     assert (jobs.folder / "died").exists()
     assert_same(run, quiet)
@@ -75,22 +75,19 @@ def test_without_restarts_the_first_loss_ends_the_job(jobs: Jobs) -> None:
     assert (run.summary["restarts"], run.summary["steps"]) == (0, 3)
 
 
-def test_a_lost_coordinator_is_replaced(jobs: Jobs, quiet: Run) -> None:
+def test_a_lost_coordinator_is_replaced(jobs: Jobs, quiet: Record) -> None:
     process, path = jobs.start(*WORDS, "--", "kill", source=HELD)
-    until(lambda: (path / "metrics.jsonl").exists() and (path / "metrics.jsonl").read_text())
-    processes = processes_of(jobs.folder).items()
-    (pid,) = [pid for pid, line in processes if line.startswith("coordinator\n")]
+    until(lambda: steps_of(path))
+    (pid,) = pids_of(jobs.folder, "coordinator")
     left = [path / "checkpoints" / name for name in (".step-00000099.partial", ".step-0.gone")]
     for folder in left:  # as a coordinator leaves them in the middle of a commit
         folder.mkdir(parents=True)
     os.kill(pid, signal.SIGKILL)
     (jobs.folder / "go").touch()
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 0, stderr
-    run = Run(0, "", stderr, path)
+    run = ended(process, path)
     assert_same(run, quiet)
     assert [row["step"] for row in run.metrics] == [*range(1, 8)]
-    assert re.search(RESUMED, stderr)
+    assert re.search(RESUMED, run.stderr)
     assert run.summary["causes"][0] == "the coordinator was killed"
     assert not any(folder.exists() for folder in left)
 
@@ -101,19 +98,16 @@ def test_a_coordinator_lost_behind_a_stopped_launcher_is_replaced(jobs: Jobs) ->
     process, path = jobs.start(
         "--stages", "2", "--microbatches", "1", "--snapshot-every", "1", source=endless
     )
-    rows = path / "metrics.jsonl"
-    until(lambda: rows.exists() and rows.read_text().count("\n") > 3)
+    until(lambda: steps_of(path) > 3)
     process.send_signal(signal.SIGSTOP)
-    stopped = rows.read_text().count("\n")
-    until(lambda: rows.read_text().count("\n") >= 380)
+    stopped = steps_of(path)
+    until(lambda: steps_of(path) >= 380)
     _kill_coordinator(jobs)
     (jobs.folder / "go").touch()
     process.send_signal(signal.SIGCONT)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 0, stderr
-    (resumed,) = re.findall(r"the coordinator was killed; resumed after step (\d+), ", stderr)
+    run = ended(process, path)
+    (resumed,) = re.findall(r"the coordinator was killed; resumed after step (\d+), ", run.stderr)
     assert stopped < int(resumed) < 380
-    run = Run(0, "", stderr, path)
     assert [row["step"] for row in run.metrics] == [*range(1, 401)]
 
 
@@ -151,21 +145,16 @@ def test_a_job_continues_with_fewer_workers_and_grows_again(
     log = path / "logs" / "coordinator.log"
 
     def stages() -> list[int]:
-        found: list[int] = [
-            s["pid"] for s in json.loads((path / "plan.json").read_text())["stages"]
-        ]
-        return found
+        return [stage["pid"] for stage in Record(path).plan["stages"]]
 
-    until(lambda: (path / "metrics.jsonl").exists() and (path / "metrics.jsonl").read_text())
+    until(lambda: steps_of(path))
     (jobs.folder / "broken").touch()
     os.kill(stages()[1], signal.SIGKILL)
     until(lambda: len(stages()) == 2)
     (jobs.folder / "broken").unlink()
     until(lambda: "tries again with all 3 workers" in log.read_text() and len(stages()) == 3)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 0, stderr
-    run = Run(0, "", stderr, path)
-    lines = [line for line in stderr.splitlines() if "resumed after" in line]
+    run = ended(process, path)
+    lines = [line for line in run.stderr.splitlines() if "resumed after" in line]
     assert len(lines) == 2
     assert "killed by SIGKILL" in lines[0]
     assert "exited with status 7" in lines[0]
@@ -175,15 +164,13 @@ def test_a_job_continues_with_fewer_workers_and_grows_again(
 
 def test_a_checkpoint_of_a_running_job_is_requested(jobs: Jobs) -> None:
     process, path = jobs.start("--stages", "2", source=gated(JOB))
-    until(lambda: (path / "metrics.jsonl").exists() and (path / "metrics.jsonl").read_text())
+    until(lambda: steps_of(path))
     request = jobs.python("-m", "pipeworker", "checkpoint", str(path))
     until(lambda: "a checkpoint was requested" in (path / "logs" / "coordinator.log").read_text())
     (jobs.folder / "go").touch()
-    stdout, stderr = request.communicate(timeout=60)
-    assert request.returncode == 0, stderr
-    assert (path / "checkpoints" / stdout.strip().rpartition("/")[2]).is_dir()
-    process.communicate(timeout=60)
-    assert process.returncode == 0
+    written = ended(request, path).stdout.strip()
+    assert (path / "checkpoints" / written.rpartition("/")[2]).is_dir()
+    ended(process, path)
     done = jobs.pipeworker("checkpoint", str(path))
     assert (done.returncode, done.stderr) == (
         2,
@@ -195,8 +182,7 @@ def _kill_coordinator(jobs: Jobs, before: int = 0) -> int:
     """Kill the coordinator, once there is another one than `before`, and return its pid."""
 
     def found() -> int:
-        lines = processes_of(jobs.folder).items()
-        pids = {pid for pid, line in lines if line.startswith("coordinator\n")} - {before}
+        pids = {*pids_of(jobs.folder, "coordinator")} - {before}
         return pids.pop() if len(pids) == 1 else 0
 
     pid: int = until(found)
@@ -206,16 +192,13 @@ def _kill_coordinator(jobs: Jobs, before: int = 0) -> int:
 
 def test_a_coordinator_lost_after_an_interrupt_is_replaced_to_save(jobs: Jobs) -> None:
     process, path = jobs.start("--stages", "2", "--snapshot-every", "1", source=gated(JOB))
-    rows = path / "metrics.jsonl"
-    until(lambda: rows.exists() and rows.read_text().count("\n") > 3)
+    until(lambda: steps_of(path) > 3)
     process.send_signal(signal.SIGINT)
     log = path / "logs" / "coordinator.log"
     until(lambda: "interrupted: stopping at the end of the step" in log.read_text())
     _kill_coordinator(jobs)
     (jobs.folder / "go").touch()
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130, stderr
-    run = Run(130, "", stderr, path)
+    run = ended(process, path, 130)
     assert run.summary["causes"] == ["the coordinator was killed"]
     assert run.checkpoint.manifest.step > 2  # of the last snapshot
 
@@ -235,8 +218,7 @@ def test_evaluations_of_thousands_of_metrics_are_recorded_once(jobs: Jobs) -> No
     until(lambda: rows.exists() and rows.read_text().count("\n") == 2)
     _kill_coordinator(jobs)
     (jobs.folder / "go").touch()
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 0, stderr
+    ended(process, path)
     found = [json.loads(line) for line in rows.read_text().splitlines()]
     assert [(row["step"], len(row)) for row in found] == [(2, 3002), (4, 3002), (6, 3002)]
     shown = json.loads(jobs.pipeworker("show", "--json", str(path)).stdout)
@@ -249,15 +231,13 @@ def test_the_summary_has_the_losses_before_a_coordinator_that_is_not_replaced(
     process, path = jobs.start(
         "--stages", "2", "--steps", "1000000", "--max-restarts", "1", source=CALM
     )
-    rows = path / "metrics.jsonl"
-    until(lambda: rows.exists() and rows.read_text())
+    until(lambda: steps_of(path))
     first = _kill_coordinator(jobs)
     until(lambda: "all ranks joined" in (path / "logs/coordinator.log").read_text()[-4000:])
     _kill_coordinator(jobs, first)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 1, stderr
-    assert "warning: the job is not restarted: all 1 restarts within an hour are used" in stderr
-    summary = Run(1, "", stderr, path).summary
+    run = ended(process, path, 1)
+    assert "warning: the job is not restarted: all 1 restarts within an hour are used" in run.stderr
+    summary = run.summary
     assert (summary["status"], summary["error"]) == ("failed", "the coordinator was killed")
     assert (summary["restarts"], summary["causes"]) == (1, ["the coordinator was killed"])
 
@@ -276,18 +256,13 @@ def test_a_resumed_run_survives_its_coordinator_after_its_first_checkpoint_is_de
     began = run.path / "checkpoints" / "step-00000012"
     until(lambda: not began.exists())
 
-    def coordinators() -> set[int]:
-        found = processes_of(jobs.folder).items()
-        return {pid for pid, line in found if line.startswith("coordinator\n")}
-
-    (pid,) = coordinators()
+    (pid,) = pids_of(jobs.folder, "coordinator")
     os.kill(pid, signal.SIGKILL)
-    until(lambda: coordinators() - {pid})
-    rows = (run.path / "metrics.jsonl").read_bytes().count(b"\n")
-    until(lambda: (run.path / "metrics.jsonl").read_bytes().count(b"\n") > rows)
+    until(lambda: {*pids_of(jobs.folder, "coordinator")} - {pid})
+    before = steps_of(run.path)
+    until(lambda: steps_of(run.path) > before)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    summary = json.loads((run.path / "summary.json").read_text())
+    summary = ended(process, run.path, None).summary
     assert (summary["status"], summary["restarts"]) == ("interrupted", 1)
 
 
@@ -296,26 +271,23 @@ def _is_gone(jobs: Jobs, pid: int) -> bool:
 
 
 @slow
-def test_a_coordinator_and_an_agent_lost_at_once_are_replaced(jobs: Jobs, quiet: Run) -> None:
+def test_a_coordinator_and_an_agent_lost_at_once_are_replaced(jobs: Jobs, quiet: Record) -> None:
     """The snapshots in the agent's memory are lost, even before new workers start."""
     process, path = jobs.start(*WORDS, "--", "raise", source=HELD)
-    metrics = path / "metrics.jsonl"
-    until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1)
-    processes = processes_of(jobs.folder).items()
+    until(lambda: steps_of(path) > 1)
+    pids = [pids_of(jobs.folder, name)[0] for name in ("coordinator", "agent")]
     os.kill(process.pid, signal.SIGSTOP)
-    for name in ("coordinator\n", "agent\n"):  # the launcher notices them in this order
-        pid = min(pid for pid, line in processes if line.startswith(name))  # workers are its forks
+    for pid in pids:  # the launcher notices them in this order
         os.kill(pid, signal.SIGKILL)
         until(partial(_is_gone, jobs, pid))
     (jobs.folder / "go").touch()
     os.kill(process.pid, signal.SIGCONT)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 0, stderr
-    assert_same(Run(0, "", stderr, path), quiet)
+    run = ended(process, path)
+    assert_same(run, quiet)
     # The new coordinator learns of the agent's loss, or starts after it.
     agent = "the agent of this host was killed.*; "
     lost = f"warning: the coordinator was killed; ({agent})?resumed after"
-    assert re.search(lost, stderr)
+    assert re.search(lost, run.stderr)
 
 
 HANGS = """

@@ -79,7 +79,7 @@ def test_a_full_disk(jobs: Jobs, small_disk: Path) -> None:
     path = small_disk / "run"
     job_file = jobs.write(JOB)
     done = jobs.pipeworker("launch", *WORDS, "--run-dir", str(path), str(job_file))
-    run = Run(done.returncode, done.stdout, done.stderr, path)
+    run = Run(path, done.returncode, done.stdout, done.stderr)
     one_error(run, "cannot be written", str(path), "No space left on device")
     assert not list((path / "checkpoints").glob("step-*"))
 
@@ -152,7 +152,7 @@ def test_a_disk_that_fills_up(jobs: Jobs, big_disk: Path, where: str) -> None:
     job_file = jobs.write(FILLS)
     words = (*WORDS, "--evaluate-every", "2", "--max-restarts", "0", "--run-dir", str(path))
     done = jobs.pipeworker("launch", *words, str(job_file), "--", where, str(big_disk))
-    run = Run(done.returncode, done.stdout, done.stderr, path)
+    run = Run(path, done.returncode, done.stdout, done.stderr)
     waits = where.endswith(".jsonl")  # for as long as a checkpoint can wait
     error = one_error(run, "cannot be written", str(path), "checkpoints/" if waits else where)
     assert ("Is a directory" if where == "summary.json" else "No space left on device") in error
@@ -189,7 +189,7 @@ def test_too_small_files(jobs: Jobs) -> None:
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 13, 1 << 13)),
     )
-    run = Run(done.returncode, done.stdout, done.stderr, jobs.folder / "run")
+    run = Run(jobs.folder / "run", done.returncode, done.stdout, done.stderr)
     one_error(run, "no shared memory: File too large; ", "raise its limit (ulimit -f")
     until(lambda: not processes_of(jobs.folder))
 
@@ -254,7 +254,7 @@ def test_too_few_processes(jobs: Jobs, most: int) -> None:
         timeout=60,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NPROC, (most, most)),
     )
-    run = Run(done.returncode, done.stdout, done.stderr, jobs.folder / "run")
+    run = Run(jobs.folder / "run", done.returncode, done.stdout, done.stderr)
     numbers = "processes and threads, and "
     one_error(run, "cannot start the", "Resource temporarily unavailable", numbers)
     until(lambda: not processes_of(jobs.folder))
@@ -281,7 +281,7 @@ def test_closed_streams(jobs: Jobs, closed: tuple[int, ...]) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert ("done: 6 steps" in done.stdout) == (1 not in closed)
-    run = Run(done.returncode, done.stdout, done.stderr, run_dir)
+    run = Run(run_dir, done.returncode, done.stdout, done.stderr)
     assert run.summary["status"] == "done"
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from support.compare import assert_same
-from support.jobs import Jobs, Reference, Run, processes_of, until
+from support.jobs import Jobs, Record, Reference, Run, ended, processes_of, steps_of, until
 from support.ranks import LOOP, Scripts, script
 from support.slow import slow
 from support.sources import CALM, DIES, DROPOUT_JOB, JOB, NESTED_JOB, gated
@@ -151,23 +151,20 @@ LOST = ("--stages", "2", "--replicas", "2", "--microbatches", "4", "--steps", "7
 
 
 @pytest.fixture
-def quiet(reference: Reference) -> Run:
+def quiet(reference: Reference) -> Record:
     """Return a run without a fault."""
     return reference(*LOST, source=DIES)
 
 
 @slow
-def test_a_lost_worker_of_a_replica_is_replaced(jobs: Jobs, quiet: Run) -> None:
+def test_a_lost_worker_of_a_replica_is_replaced(jobs: Jobs, quiet: Record) -> None:
     rank = 3
     process, path = jobs.start(*LOST, source=HELD)
-    rows = path / "metrics.jsonl"
-    until(lambda: rows.exists() and len(rows.read_text().splitlines()) > 1)
-    pid = json.loads((path / "plan.json").read_text())["stages"][rank]["pid"]
+    until(lambda: steps_of(path) > 1)
+    pid = Record(path).plan["stages"][rank]["pid"]
     os.kill(pid, signal.SIGKILL)
     (jobs.folder / "go").touch()
-    _, stderr = process.communicate(timeout=60)
-    run = Run(process.returncode or 0, "", stderr, path)
-    assert process.returncode == 0, stderr
+    run = ended(process, path)
     assert run.summary["restarts"] == 1
     (cause,) = run.summary["causes"]
     assert "the worker of stage 1 of replica 1 was killed by SIGKILL" in cause
@@ -175,7 +172,7 @@ def test_a_lost_worker_of_a_replica_is_replaced(jobs: Jobs, quiet: Run) -> None:
 
 
 @slow
-def test_the_cause_names_the_stage_and_replica_of_a_lost_worker(jobs: Jobs, quiet: Run) -> None:
+def test_the_cause_names_the_stage_and_replica_of_a_lost_worker(jobs: Jobs, quiet: Record) -> None:
     run = jobs.train(*LOST, "--", "kill", source=DIES)
     assert (jobs.folder / "died").exists()
     assert_same(run, quiet)
@@ -196,7 +193,7 @@ def test_a_run_resumes_with_the_same_number_of_replicas(jobs: Jobs, reference: R
     assert "--allow-change replicas" in refused.stderr
     done = jobs.pipeworker(*line, "--stages", "3", "--steps", "6")
     assert done.returncode == 0, done.stderr
-    assert_same(Run(0, "", "", part.path), whole)
+    assert_same(Record(part.path), whole)
     other = jobs.pipeworker(*line, "--replicas", "1", "--allow-change", "replicas", "--steps", "8")
     assert other.returncode == 0, other.stderr
 
@@ -233,7 +230,7 @@ def test_replica_0_may_read_for_all(jobs: Jobs, reference: Reference) -> None:
 
 
 @slow
-def test_recovery_with_data_read_by_replica_0(jobs: Jobs, quiet: Run) -> None:
+def test_recovery_with_data_read_by_replica_0(jobs: Jobs, quiet: Record) -> None:
     run = jobs.train(*LOST, "--data-reader", "first", "--", "kill", source=DIES)
     assert (jobs.folder / "died").exists()
     assert run.summary["restarts"] >= 1
@@ -253,21 +250,18 @@ def test_a_mini_batch_passed_on_one_rank_of_a_script_is_for_all(
 
 
 @slow
-def test_a_replica_that_lost_all_workers_is_replaced(jobs: Jobs, quiet: Run) -> None:
+def test_a_replica_that_lost_all_workers_is_replaced(jobs: Jobs, quiet: Record) -> None:
     """All workers of replica 0 die at once; their replacements get the state of replica 1."""
     process, path = jobs.start(*LOST, source=HELD)
-    rows = path / "metrics.jsonl"
-    until(lambda: rows.exists() and len(rows.read_text().splitlines()) > 1)
-    stages = json.loads((path / "plan.json").read_text())["stages"]
+    until(lambda: steps_of(path) > 1)
+    stages = Record(path).plan["stages"]
     os.kill(process.pid, signal.SIGSTOP)  # the launcher replaces no worker until all are dead
     for stage in stages:
         if stage["replica"] == 0:
             os.kill(stage["pid"], signal.SIGKILL)
     os.kill(process.pid, signal.SIGCONT)
     (jobs.folder / "go").touch()
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 0, stderr
-    run = Run(0, "", stderr, path)
+    run = ended(process, path)
     assert run.summary["restarts"] == 1
     assert_same(run, quiet)
 
@@ -326,11 +320,11 @@ def test_a_run_with_sharded_state_resumes_with_any_layout(jobs: Jobs, reference:
         line = ("launch", "--run-dir", str(run.path), "--resume", str(jobs.folder / "job.py"))
         done = jobs.pipeworker(*line, *then, "--steps", "6")
         assert done.returncode == 0, done.stderr
-        assert_same(Run(0, "", "", run.path), whole)
+        assert_same(Record(run.path), whole)
 
 
 @slow
-def test_sharded_state_is_recovered(jobs: Jobs, quiet: Run) -> None:
+def test_sharded_state_is_recovered(jobs: Jobs, quiet: Record) -> None:
     run = jobs.train(*LOST, "--shard-optimizer", "--snapshot-every", "1", "--", "kill", source=DIES)
     assert (jobs.folder / "died").exists()
     assert run.summary["restarts"] >= 1
@@ -392,9 +386,7 @@ def test_a_number_of_processes_not_divisible_by_replicas_is_rejected(scripts: Sc
 def test_an_interrupt_saves_a_checkpoint(jobs: Jobs) -> None:
     words = ("--stages", "2", "--replicas", "2", "--microbatches", "4", "--steps", "100000")
     process, path = jobs.start(*words, source=CALM)
-    rows = path / "metrics.jsonl"
-    until(lambda: rows.exists() and rows.read_text())
+    until(lambda: steps_of(path))
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 130
+    ended(process, path, 130)
     assert list((path / "checkpoints").glob("step-*/manifest.json"))

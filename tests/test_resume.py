@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from support.compare import assert_same
-from support.jobs import Jobs, Run, until
+from support.jobs import Jobs, Run, ended, steps_of, until
 from support.slow import slow
 from support.sources import JOB
 
@@ -81,7 +81,7 @@ WORDS = (
 def resumed(jobs: Jobs, run: Run, *words: str) -> Run:
     job_file = str(jobs.folder / "job.py")
     done = jobs.pipeworker("launch", "--resume", "--run-dir", str(run.path), *words, job_file)
-    return Run(done.returncode, done.stdout, done.stderr, run.path)
+    return Run(run.path, done.returncode, done.stdout, done.stderr)
 
 
 def test_a_resumed_run_is_bitwise_equal_at_any_number_of_stages(jobs: Jobs) -> None:
@@ -121,7 +121,7 @@ def test_a_signal_saves_a_checkpoint_and_no_later_step_is_lost(
     process, path = jobs.start(
         *("--stages", "2", *WORDS, "--steps", "7", "--", "held"), source=RICH
     )
-    until(lambda: (path / "metrics.jsonl").exists() and (path / "metrics.jsonl").read_text())
+    until(lambda: steps_of(path))
     process.send_signal(signal.SIGUSR1)
     (jobs.folder / "go").touch()
     until(
@@ -129,8 +129,7 @@ def test_a_signal_saves_a_checkpoint_and_no_later_step_is_lost(
     )
     process.send_signal(number)
     process.send_signal(signal.SIGUSR1)
-    stdout, stderr = process.communicate(timeout=60)
-    run = Run(process.returncode or 0, stdout, stderr, path)
+    run = ended(process, path, None)
     if run.status == 0:  # the job ended first
         return
     assert run.status == 130

@@ -13,7 +13,7 @@ from pipeworker.errors import PipeworkerError
 from pipeworker.record.metrics.formats import CsvTable
 from pipeworker.record.metrics.rows import Rows
 from pipeworker.runs.begin import RunRequest
-from support.jobs import Jobs, Run, processes_of, until
+from support.jobs import Jobs, ended, pids_of, until
 from support.sources import JOB, gated
 
 
@@ -105,13 +105,10 @@ def test_a_run_continues_in_its_directory_when_that_is_moved(jobs: Jobs, lost: s
     if lost == "worker":
         (jobs.folder / "kill").touch()
     if lost == "coordinator":
-        lines = processes_of(jobs.folder).items()
-        (pid,) = (pid for pid, line in lines if line.startswith("coordinator\n"))
+        (pid,) = pids_of(jobs.folder, "coordinator")
         os.kill(pid, signal.SIGKILL)
     (jobs.folder / "go").touch()
-    stdout, stderr = process.communicate(timeout=60)
-    run = Run(process.returncode or 0, stdout, stderr, moved)
-    assert run.status == 0, stderr
+    run = ended(process, moved)
     assert not path.exists()
     assert [row["step"] for row in run.metrics] == [1, 2, 3, 4, 5, 6]
     assert run.summary["status"] == "done"
@@ -119,9 +116,9 @@ def test_a_run_continues_in_its_directory_when_that_is_moved(jobs: Jobs, lost: s
     assert run.checkpoint.manifest.step == 6
     for name in ("metrics.csv", "evaluation.csv", "evaluation.jsonl"):
         assert len((moved / name).read_text().splitlines()) == 6 + name.endswith(".csv")
-    assert f"weights: {moved}/checkpoints/step-00000006" in stdout
-    assert f"run directory: {moved}" in stdout.splitlines()[-1]
+    assert f"weights: {moved}/checkpoints/step-00000006" in run.stdout
+    assert f"run directory: {moved}" in run.stdout.splitlines()[-1]
     if lost != "coordinator":  # the next one begins at the new path
         text = f"warning: run directory: was moved to {moved}; the job continues there"
-        assert text in stderr.splitlines()
-    assert "/proc/" not in stdout + stderr
+        assert text in run.stderr.splitlines()
+    assert "/proc/" not in run.stdout + run.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.compare import assert_same
-from support.jobs import Jobs, Run
+from support.jobs import Jobs, Record
 from support.slow import slow
 
 RAGGED = """
@@ -71,7 +71,7 @@ def test_a_run_is_resumed_without_the_file(jobs: Jobs, mine: Path) -> None:
     resumed = jobs.pipeworker("launch", "--resume", str(first.path), "--steps", "6")
     assert resumed.returncode == 0, resumed.stderr
     assert "4 micro-batches, mine.txt; run directory" in resumed.stdout
-    assert_same(whole, Run(0, "", "", first.path))
+    assert_same(whole, Record(first.path))
     other = ("--stages", "3", "--steps", "8")
     changed = jobs.pipeworker("launch", "--resume", str(first.path), *other)
     assert changed.returncode == 0, changed.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeworker.job.options import Options
-from support.jobs import Jobs, Run
+from support.jobs import Jobs, Record
 from support.slow import slow
 
 JOB = """
@@ -40,7 +40,7 @@ def test_a_scheduler_follows_the_steps_of_the_run_and_of_its_continuation(jobs: 
     assert jobs.pipeworker(*resume, "--epochs", "4", job_file).returncode == 0
     uncut = jobs.train(*WORDS, "--epochs", "4", source=JOB)
     rates = [row["lr"] for row in uncut.metrics]
-    continued = Run(0, "", "", run.path)  # `run` has read its metrics before
+    continued = Record(run.path)  # `run` has read its metrics before
     assert [row["lr"] for row in continued.metrics][4:] == rates[4:]
     assert rates[4] == pytest.approx(0.75, abs=1e-3)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from support.compare import assert_same
-from support.jobs import Jobs, Reference, Run
+from support.jobs import Jobs, Record, Reference, Run
 from support.ranks import LOOP, Scripts, script
 from support.slow import slow
 from support.sources import VARIED, VARIED_WORDS
@@ -21,7 +21,7 @@ TRAIN = """
 """
 
 
-def check(run: Run, one: Run, schedule: str, stages: int) -> None:
+def check(run: Run, one: Record, schedule: str, stages: int) -> None:
     """Compare a run with that of one stage, and with what was asked for."""
     assert_same(one, run)
     assert (one.path / "evaluation.jsonl").read_text() == (

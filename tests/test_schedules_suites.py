@@ -11,7 +11,7 @@ import pytest
 
 from pipeworker.plan.orders import ORDERS
 from support.compare import assert_same
-from support.jobs import Jobs, Reference, Run
+from support.jobs import Jobs, Record, Reference, Run
 from support.slow import slow
 from support.sources import VARIED, VARIED_WORDS
 from support.torchrun import Torchrun
@@ -40,7 +40,7 @@ def schedules(ordinary: str) -> list[str]:
 
 
 @pytest.fixture
-def one(reference: Reference) -> Run:
+def one(reference: Reference) -> Record:
     """A run of one stage that nothing has disturbed."""
     return reference("--stages", "1", *VARIED_WORDS, source=VARIED)
 
@@ -58,7 +58,7 @@ def test_a_run_is_resumed_under_another_schedule(jobs: Jobs, one: Run, schedule:
     words = ("--stages", "2", "--schedule", other, "--epochs", "1", "--recompute", "except_first")
     resumed = jobs.pipeworker("launch", "--resume", str(first.path), *words)
     assert resumed.returncode == 0, resumed.stderr
-    run = Run(0, "", "", first.path)
+    run = Record(first.path)
     assert run.plan["schedule"] == other
     assert_same(one, run)
 

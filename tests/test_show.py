@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pipeworker.display.text import number
-from support.jobs import Jobs, until
-from support.sources import CALM, JOB
+from support.jobs import Jobs, Record, until
+from support.sources import CALM, JOB, gated
 from support.terminal import Terminal
 
-GATED = JOB.replace(
-    "x = torch.randn(10",
-    """if _ == 3:
-                import pathlib, time
-                while not pathlib.Path("go").exists():
-                    time.sleep(0.02)
-            x = torch.randn(10""",
-)
+GATED = gated(JOB, when="_ == 3")
 """Step 4 cannot be read, and so step 3 cannot end, before the test allows it."""
 
 METRICS = [
@@ -56,7 +47,7 @@ def test_a_line_per_step_appears_at_once(jobs: Jobs) -> None:
     early = [STEP.fullmatch(process.stdout.readline().rstrip("\n")) for _ in range(2)]
     assert [found and found[1] for found in early] == ["1", "2"]
     # The job waits in its third step: two steps and the plan are recorded.
-    rows = until(lambda: lines if len(lines := read_rows(path)) == 2 else None)
+    rows = until(lambda: lines if len(lines := Record(path).metrics) == 2 else None)
     assert [list(row) for row in rows] == [METRICS] * 2
     assert (path / "plan.json").exists()
     assert not (path / "summary.json").exists()
@@ -69,7 +60,7 @@ def test_a_line_per_step_appears_at_once(jobs: Jobs) -> None:
     assert [found and found[1] for found in late] == ["3", "4", "5", "6"]
     done, loss, speed, busy, bubble, *why, memory = stdout.splitlines()[4:-4]
     weights, export, resume, where = stdout.splitlines()[-4:]
-    rows = read_rows(path)
+    rows = Record(path).metrics
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     for row, found in zip(rows, [*early, *late], strict=True):
         assert found is not None
@@ -77,8 +68,7 @@ def test_a_line_per_step_appears_at_once(jobs: Jobs) -> None:
         assert row["samples"] == 10
         assert 0 <= row["bubble"] <= 1
         assert row["samples_per_second"] == pytest.approx(10 / row["seconds"])
-    summary = json.loads((path / "summary.json").read_text())
-    plan = json.loads((path / "plan.json").read_text())
+    summary, plan = Record(path).summary, Record(path).plan
     assert re.fullmatch(r"done: 6 steps in \d+\.\d s", done)
     assert loss == f"loss: {rows[-1]['loss']:.4f}"
     measured, theory = f"{summary['bubble']:.1%}", f"{plan['schedule_bubble']:.1%}"
@@ -110,10 +100,6 @@ def test_a_line_per_step_appears_at_once(jobs: Jobs) -> None:
         assert ran.returncode == 0, ran.stderr
     assert (jobs.folder / "weights.safetensors").exists()
     assert "done: 12 steps" in ran.stdout
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_the_run_directory(jobs: Jobs) -> None:
@@ -241,7 +227,7 @@ def test_an_interrupted_job_shows_how_to_resume(jobs: Jobs) -> None:
     """The first Ctrl-C saves a checkpoint, and the summary has the command to resume."""
     words = ("--stages", "2", "--steps", "100000")
     with Terminal(jobs, *words, source=CALM, columns=200) as terminal:
-        until(lambda: (terminal.path / "metrics.jsonl").exists() and read_rows(terminal.path))
+        until(lambda: (terminal.path / "metrics.jsonl").exists() and Record(terminal.path).metrics)
         terminal.type("\x03")
         assert terminal.wait(60) == 130
     end = "\n".join(terminal.shown)

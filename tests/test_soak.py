@@ -27,7 +27,7 @@ import zmq
 from pipeworker.job.options import Options
 from pipeworker.wire import sockets
 from support.compare import assert_same
-from support.jobs import Jobs, Run, until
+from support.jobs import Jobs, Record, until
 from support.manual_job import ManualJob
 from support.memory import resident
 from support.proxy import Proxy
@@ -221,9 +221,7 @@ def test_faults_change_no_bit_and_no_process_grows(
     job = ManualJob(options, path, proxied=True)
     try:
         until(lambda: job.steps >= 2)
-        workers = {
-            f"stage {stage['stage']}": stage["pid"] for stage in Run(0, "", "", path).plan["stages"]
-        }
+        workers = {f"stage {stage['stage']}": stage["pid"] for stage in Record(path).plan["stages"]}
         pids = {"coordinator": job.coordinator.pid, "agent": job.agent.pid, **workers}
         end = time.monotonic() + SECONDS
         with burners(), zmq.Context() as context:
@@ -245,4 +243,4 @@ def test_faults_change_no_bit_and_no_process_grows(
     soak.check_flat()
     words = ("--stages", str(STAGES), "--microbatches", str(MICROBATCHES), "--clip-grad-norm", "1")
     quiet = jobs.train(*words, "--", "quiet", source=SHAPES, timeout=60 + 2 * SECONDS)
-    assert_same(Run(0, "", "", path), quiet)
+    assert_same(Record(path), quiet)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -21,7 +20,7 @@ from support.compare import assert_same
 from support.forked import Server
 from support.hosts import Host as Namespace
 from support.hosts import two_hosts
-from support.jobs import Jobs, Process, Reference, Run, processes_of, until
+from support.jobs import Jobs, Process, Record, Reference, ended, processes_of, steps_of, until
 from support.slow import slow
 from support.sources import DIES, DROPOUT_JOB, gated
 from support.sshd import Sshd, servers
@@ -48,7 +47,7 @@ def client(near: Sshd, jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Sshd:
 
 
 @pytest.fixture
-def quiet(reference: Reference) -> Run:
+def quiet(reference: Reference) -> Record:
     """Return a run on this host alone."""
     return reference(*WORDS, source=GOES_ON)
 
@@ -59,11 +58,6 @@ def carriers(process: Process, host: str) -> list[int]:
     return [child.pid for child in children if host in child.cmdline()]
 
 
-def steps(path: Path) -> int:
-    metrics = path / "metrics.jsonl"
-    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-
-
 @slow
 def test_a_run_on_several_hosts_continues_in_its_directory_when_that_is_moved(
     jobs: Jobs, client: Sshd, reference: Reference
@@ -72,25 +66,23 @@ def test_a_run_on_several_hosts_continues_in_its_directory_when_that_is_moved(
     words = ("--checkpoint-every", "4", "--snapshot-every", "1", "--hosts", "a:2,b:1")
     source = gated(DROPOUT_JOB, "x = torch.randn(11", "_ == 4")
     process, path = jobs.start(*WORDS, *words, source=source)
-    until(lambda: steps(path) == 3)
+    until(lambda: steps_of(path) == 3)
     moved = path.with_name("moved")
     path.rename(moved)
     (carrier,) = carriers(process, "b")
     os.kill(carrier, signal.SIGKILL)
     (jobs.folder / "go").touch()
-    stdout, stderr = process.communicate(timeout=90)
-    assert process.returncode == 0, stderr
+    run = ended(process, moved, seconds=90)
     assert not path.exists()
-    run = Run(0, stdout, stderr, moved)
     assert_same(run, reference(*WORDS, source=DROPOUT_JOB))
     assert run.summary["restarts"] == 1
-    assert f"warning: run directory: was moved to {moved}; the job continues there" in stderr
-    assert f"weights: {moved}/checkpoints/step-00000008" in stdout
+    assert f"warning: run directory: was moved to {moved}; the job continues there" in run.stderr
+    assert f"weights: {moved}/checkpoints/step-00000008" in run.stdout
 
 
 @slow  # test_engines_conformance.py loses a host too
 def test_a_lost_host_is_restarted_and_gives_the_numbers_of_an_undisturbed_run(
-    jobs: Jobs, client: Sshd, quiet: Run
+    jobs: Jobs, client: Sshd, quiet: Record
 ) -> None:
     """Its state comes from the copies of its neighbour, as there is no checkpoint.
 
@@ -98,20 +90,18 @@ def test_a_lost_host_is_restarted_and_gives_the_numbers_of_an_undisturbed_run(
     """
     hosts = ("--hosts", "a:2,b:1", "--snapshot-every", "1")
     process, path = jobs.start(*WORDS[:-1], "30", *hosts, source=GOES_ON)
-    until(lambda: steps(path) >= 10)
+    until(lambda: steps_of(path) >= 10)
     lines = " ".join(processes_of(jobs.folder).values())
     assert lines.count("pipeworker.host.agent") >= 2
     assert not re.search(r"[0-9a-f]{40}", lines)
     before = set(processes_of(jobs.folder))
     (carrier,) = carriers(process, "b")
     os.kill(carrier, signal.SIGKILL)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 0, stderr
+    run = ended(process, path)
     lost = r"host b is lost: it was killed by SIGKILL \(stage 2\); resumed after step (\d+)"
-    found = re.search(lost, stderr)
-    assert found, stderr
+    found = re.search(lost, run.stderr)
+    assert found, run.stderr
     assert int(found[1]) >= 1
-    run = Run(0, "", stderr, path)
     assert run.summary["restarts"] == 1
     assert [row["step"] for row in run.metrics] == [*range(1, 31)]
     assert [row["loss"] for row in run.metrics[:8]] == [row["loss"] for row in quiet.metrics]
@@ -120,33 +110,32 @@ def test_a_lost_host_is_restarted_and_gives_the_numbers_of_an_undisturbed_run(
 
 @slow
 def test_a_host_that_is_lost_for_good_leaves_the_state_that_its_neighbour_holds(
-    jobs: Jobs, client: Sshd, quiet: Run
+    jobs: Jobs, client: Sshd, quiet: Record
 ) -> None:
     """There is no room for its worker elsewhere, and no checkpoint yet."""
     hosts = ("--hosts", "a:2,b:1", "--snapshot-every", "1", "--worker-timeout", "5")
     process, path = jobs.start(*WORDS[:-1], "400", *hosts, source=CALM)
-    until(lambda: steps(path) >= 5)
+    until(lambda: steps_of(path) >= 5)
     config = client.folder / "config"
     before = config.read_text()
     try:
         config.write_text(f"Host b\n  ProxyCommand false\n{before}")
         (carrier,) = carriers(process, "b")
         os.kill(carrier, signal.SIGKILL)
-        _, stderr = process.communicate(timeout=90)
+        stderr = ended(process, path, 1, seconds=90).stderr
     finally:
         config.write_text(before)
-    assert process.returncode == 1
     saved = re.search(
         "the job failed; step ([0-9]+) is saved before it ends, with the 2 workers for which there "
         "is room",
         stderr,
     )
     assert saved, stderr
-    assert int(saved[1]) >= steps(path) - 1
+    assert int(saved[1]) >= steps_of(path) - 1
     assert "error: host b is lost: " in stderr or "error: host b cannot be used: " in stderr
     resumed = jobs.pipeworker("launch", "--resume", str(path), "--steps", str(int(saved[1]) + 3))
     assert resumed.returncode == 0, resumed.stderr
-    losses = [json.loads(line)["loss"] for line in (path / "metrics.jsonl").open()]
+    losses = [row["loss"] for row in Record(path).metrics]
     assert losses[:6] == [row["loss"] for row in quiet.metrics][:6]
 
 
@@ -174,14 +163,12 @@ def test_a_replica_that_is_lost_with_its_host_gets_the_state_of_another_one(
     process, path = jobs.start(
         *words, "--snapshot-every", "1", "--hosts", "a:2,b:2", source=STATEFUL
     )
-    until(lambda: steps(path) >= 8)
+    until(lambda: steps_of(path) >= 8)
     (carrier,) = carriers(process, "a")  # its replica writes the checkpoints
     os.kill(carrier, signal.SIGKILL)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 0, stderr
-    run = Run(0, "", stderr, path)
+    run = ended(process, path)
     assert_same(run, alone)
-    (step,) = re.findall(r"resumed after step (\d+)", stderr)
+    (step,) = re.findall(r"resumed after step (\d+)", run.stderr)
     assert int(step) >= 1  # a busy host mirrors late
     assert run.summary["restarts"] == 1
 
@@ -305,7 +292,7 @@ def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Names
 @slow
 @pytest.mark.root
 def test_a_folder_is_sent_and_two_hosts_give_the_numbers_of_one(
-    jobs: Jobs, far: tuple[Namespace, Sshd], quiet: Run
+    jobs: Jobs, far: tuple[Namespace, Sshd], quiet: Record
 ) -> None:
     here, _ = far
     job_file = jobs.write(GOES_ON, "code/job.py")
@@ -323,7 +310,7 @@ def test_a_folder_is_sent_and_two_hosts_give_the_numbers_of_one(
     )
     done = launch("--sync", name="run")
     assert done.returncode == 0, done.stderr
-    assert_same(Run(0, "", "", jobs.folder / "run"), quiet)
+    assert_same(Record(jobs.folder / "run"), quiet)
     not_shared = launch("--sync", name="code/run")
     assert "error: host far: it does not see the run directory" in not_shared.stderr
 
@@ -331,11 +318,11 @@ def test_a_folder_is_sent_and_two_hosts_give_the_numbers_of_one(
 @slow
 @pytest.mark.root
 def test_a_cable_that_is_unplugged_beyond_the_timeout_changes_no_bit(
-    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: Run
+    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: Record
 ) -> None:
     """The host behind it is given up and then restarted."""
     job_file, run_dir = jobs.write(CALM), jobs.folder / "run"
-    metrics, log = run_dir / "metrics.jsonl", run_dir / "logs/coordinator.log"
+    log = run_dir / "logs/coordinator.log"
     (tmp_path / "ssh").mkdir()
     with two_hosts() as both, servers(tmp_path / "ssh") as made:
         for name, host in zip(("near", "far"), both, strict=True):
@@ -346,13 +333,11 @@ def test_a_cable_that_is_unplugged_beyond_the_timeout_changes_no_bit(
         words = ("--hosts", "near:2,far:1", "--worker-timeout", "6", *WORDS)
         line = ("-m", "pipeworker", "launch", "--run-dir", str(run_dir), *words, str(job_file))
         process = jobs.python(*line, namespace=both[0].name)
-        until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
+        until(lambda: steps_of(run_dir) >= 2)
         both[0].cut()
         until(lambda: "has not answered for 6 s" in log.read_text())
         both[0].plug()
-        stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 0, stderr
-    run = Run(0, stdout, stderr, run_dir)
+        run = ended(process, run_dir)
     assert any("has not answered for 6 s" in cause for cause in run.summary["causes"])
     assert_same(run, quiet)
 

@@ -23,7 +23,7 @@ from pipeworker.trace.recorder import EVALUATION, SAVE, UPDATE, seconds
 from pipeworker.trace.ring import Ring
 from pipeworker.trace.timeline import read_timeline
 from support.hosts import Host
-from support.jobs import Jobs, Run, processes_of, until
+from support.jobs import Jobs, Run, processes_of, steps_of, until
 from support.ranks import Scripts, script
 from support.slow import slow
 from support.sources import JOB
@@ -168,7 +168,7 @@ def test_the_advice_of_a_report_is_worth_what_it_says(jobs: Jobs) -> None:
 def test_the_time_for_which_a_job_was_suspended_is_named(jobs: Jobs) -> None:
     words = ("--stages", "2", "--microbatches", "4", "--steps", "25", "--trace")
     process, path = jobs.start(*words, source=SLEEPING)
-    until(lambda: (path / "metrics.jsonl").exists() and (path / "metrics.jsonl").read_text())
+    until(lambda: steps_of(path))
     every = [psutil.Process(pid) for pid in processes_of(path.parent)]
     for one in every:
         one.suspend()
@@ -187,7 +187,7 @@ def test_the_time_for_which_a_job_was_suspended_is_named(jobs: Jobs) -> None:
 def test_what_the_workers_of_a_running_job_do_is_shown(jobs: Jobs) -> None:
     words = ("--stages", "2", "--microbatches", "4", "--steps", "100000")
     process, path = jobs.start(*words, source=SLEEPING)
-    until(lambda: (path / "metrics.jsonl").exists() and (path / "metrics.jsonl").read_text())
+    until(lambda: steps_of(path))
     found = json.loads(jobs.pipeworker("top", str(path), "--json").stdout)
     assert [one["stages"] for one in found["workers"]] == [[0], [1]]
     assert found["doing"] == "stepping"

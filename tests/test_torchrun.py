@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -14,7 +13,7 @@ import pytest
 
 from support.compare import assert_same
 from support.hosts import ADDRESSES, Host
-from support.jobs import Jobs, Reference, processes_of, until
+from support.jobs import Jobs, Record, Reference, pids_of, processes_of, until
 from support.neighbours import IMPORTS, PRINTED, write_neighbours
 from support.slow import slow
 from support.sources import CALM, DIES, DROPOUT_JOB, JOB, LOADER, SLEEPERS
@@ -129,7 +128,7 @@ def test_a_killed_torchrun_ends_the_job(jobs: Jobs, torchrun: Torchrun) -> None:
     started.process.kill()
     assert started.end().status == -signal.SIGKILL
     until(lambda: not processes_of(jobs.folder))
-    assert json.loads((started.path / "summary.json").read_text())["status"] == "failed"
+    assert Record(started.path).summary["status"] == "failed"
 
 
 @slow
@@ -139,9 +138,7 @@ def test_a_stopped_coordinator_is_detected_and_named(
     monkeypatch.setenv("PIPEWORKER_TIMINGS", "0.5")
     started = torchrun(*ENDLESS, "--worker-timeout", "3", ranks=2, source=CALM)
     started.training()
-    (pid,) = (
-        p for p, line in processes_of(jobs.folder).items() if line.startswith("coordinator\n")
-    )
+    (pid,) = pids_of(jobs.folder, "coordinator")
     os.kill(pid, signal.SIGSTOP)
     run = started.end()
     assert run.status == 1
@@ -183,7 +180,7 @@ def test_a_closed_output_does_not_end_the_job(jobs: Jobs, torchrun: Torchrun) ->
     assert started.process.stdout is not None
     started.process.stdout.close()
     assert started.process.wait(60) == 0
-    summary = json.loads((started.path / "summary.json").read_text())
+    summary = Record(started.path).summary
     assert (summary["status"], summary["steps"]) == ("done", 4)
 
 

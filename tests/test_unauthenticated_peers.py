@@ -6,7 +6,7 @@ import pytest
 
 from pipeworker.timings import VARIABLE
 from support.compare import assert_same
-from support.jobs import Jobs, Run, until
+from support.jobs import Jobs, ended, until
 from support.slow import slow
 from support.sources import JOB
 from support.unauthenticated_peers import UnauthenticatedPeers, listening
@@ -49,9 +49,7 @@ def test_unauthenticated_peers_at_the_ports_of_a_job_change_no_number(
         peers.take_places(port)
     for opened in jobs.folder.glob("open-*"):
         opened.with_name(opened.name.replace("open", "struck")).touch()
-    stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 0, stderr
-    run = Run(process.returncode, stdout, stderr, path)
+    run = ended(process, path)
     assert peers.received()  # gloo took one of them for a stage
     peers.close()
     for stage in (0, 1):

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from support.compare import assert_same
-from support.jobs import COMMAND, Jobs, Process, Reference, Run, until
+from support.jobs import COMMAND, Jobs, Process, Record, Reference, ended, steps_of, until
 from support.slow import slow
 from support.slurm import Slurm, slurm
 from support.sources import DROPOUT_JOB
@@ -91,7 +91,7 @@ class Torchrun(Kind):
         self.jobs.pipeworker("checkpoint", str(path))
 
     def lose(self, process: Process, path: Path) -> None:
-        plan = Run(0, "", "", path).plan
+        plan = Record(path).plan
         os.kill(plan["stages"][1]["pid"], signal.SIGKILL)
 
 
@@ -171,15 +171,9 @@ def kind(
 
 
 @pytest.fixture
-def quiet(reference: Reference) -> Run:
+def quiet(reference: Reference) -> Record:
     """Return an undisturbed run on this host."""
     return reference("--stages", "2", *WORDS, "--steps", str(STEPS), source=SOURCE)
-
-
-def done(path: Path) -> int:
-    """Return the number of steps on record."""
-    metrics = path / "metrics.jsonl"
-    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
 def saved(path: Path) -> int:
@@ -193,18 +187,16 @@ def saved(path: Path) -> int:
     indirect=True,
 )
 def test_a_job_that_is_notified_and_loses_a_host_ends_as_undisturbed(
-    kind: Kind, quiet: Run
+    kind: Kind, quiet: Record
 ) -> None:
     path = kind.jobs.folder / "run"
     process = kind.start(path, "--steps", str(STEPS), source=SLOW)
-    until(lambda: done(path) >= 4)
+    until(lambda: steps_of(path) >= 4)
     kind.notice(process, path)
     until(lambda: saved(path) >= 3)
     (kind.jobs.folder / "lost").touch()
     kind.lose(process, path)
-    stdout, stderr = process.communicate(timeout=90)
-    assert process.returncode == 0, stdout + stderr
-    run = Run(0, stdout, stderr, path)
+    run = ended(process, path, seconds=90)
     assert_same(run, quiet)
     assert [row["step"] for row in run.metrics] == [*range(1, STEPS + 1)]
     resumed = json.loads((path / "run.json").read_text())["resumed"]
@@ -213,17 +205,16 @@ def test_a_job_that_is_notified_and_loses_a_host_ends_as_undisturbed(
 
 @slow
 @pytest.mark.parametrize("kind", ["slurm"], indirect=True)
-def test_a_job_is_followed_while_the_controller_is_away(kind: OnSlurm, quiet: Run) -> None:
+def test_a_job_is_followed_while_the_controller_is_away(kind: OnSlurm, quiet: Record) -> None:
     path = kind.jobs.folder / "run"
     process = kind.start(path, "--steps", str(STEPS), source=SLOW)
-    until(lambda: done(path) >= 2)
+    until(lambda: steps_of(path) >= 2)
     assert process.stderr is not None
     with kind.slurm.without_controller():
         assert any("asking again" in line for line in process.stderr)  # Slurm's command tries long
-    _, stderr = process.communicate(timeout=90)
-    assert process.returncode == 0, stderr
-    assert "Slurm answers again" in stderr
-    assert_same(Run(0, "", "", path), quiet)
+    run = ended(process, path, seconds=90)
+    assert "Slurm answers again" in run.stderr
+    assert_same(run, quiet)
 
 
 @pytest.mark.parametrize(
@@ -231,21 +222,19 @@ def test_a_job_is_followed_while_the_controller_is_away(kind: OnSlurm, quiet: Ru
     [pytest.param(name, marks=slow) for name in ("torchrun", "slurm", "ssh")],
     indirect=True,
 )
-def test_a_cancelled_job_saves_a_checkpoint_and_can_be_resumed(kind: Kind, quiet: Run) -> None:
+def test_a_cancelled_job_saves_a_checkpoint_and_can_be_resumed(kind: Kind, quiet: Record) -> None:
     path = kind.jobs.folder / "run"
     process = kind.start(path, "--steps", "1000000", source=CALM)
-    until(lambda: done(path) >= 2)
+    until(lambda: steps_of(path) >= 2)
     kind.cancel(process, path)
     _, stderr = process.communicate(timeout=90)
     assert process.returncode, stderr
     until(lambda: (path / "summary.json").exists())
-    assert Run(0, "", "", path).summary["status"] == "interrupted"
-    assert saved(path) == done(path) >= 2
-    steps = max(done(path) + 1, STEPS)
+    assert Record(path).summary["status"] == "interrupted"
+    assert saved(path) == steps_of(path) >= 2
+    steps = max(steps_of(path) + 1, STEPS)
     more = kind.start(path, "--resume", "--steps", str(steps), source=CALM)
-    stdout, stderr = more.communicate(timeout=90)
-    assert more.returncode == 0, stdout + stderr
-    run = Run(0, "", "", path)
+    run = ended(more, path, seconds=90)
     assert [row["loss"] for row in run.metrics[:STEPS]] == [row["loss"] for row in quiet.metrics]
 
 
@@ -255,13 +244,12 @@ def test_a_job_is_cancelled_by_its_run_directory(kind: Kind) -> None:
     """Slurm does not start it again."""
     path = kind.jobs.folder / "run"
     process = kind.start(path, "--steps", "1000000", source=CALM)
-    until(lambda: done(path) >= 2)
-    ended = kind.jobs.pipeworker("cancel", str(path))
-    assert "the job has ended; its last checkpoint is " in ended.stdout, ended.stderr
-    process.communicate(timeout=90)
-    assert process.returncode == 130
-    assert Run(0, "", "", path).summary["status"] == "interrupted"
-    assert saved(path) == done(path) >= 2
+    until(lambda: steps_of(path) >= 2)
+    cancel = kind.jobs.pipeworker("cancel", str(path))
+    assert "the job has ended; its last checkpoint is " in cancel.stdout, cancel.stderr
+    run = ended(process, path, 130, seconds=90)
+    assert run.summary["status"] == "interrupted"
+    assert saved(path) == steps_of(path) >= 2
     if isinstance(kind, OnSlurm):
         assert not kind.slurm.run("squeue", "--noheader", "--me").strip()
 
@@ -273,8 +261,8 @@ def test_a_job_in_the_queue_is_cancelled_by_its_run_directory(kind: OnSlurm) -> 
     process = kind.start(path, "--set", "begin=now+1hour")
     until(lambda: kind.slurm.run("squeue", "--noheader", "--me").strip())
     number = kind.job(path)
-    ended = kind.jobs.pipeworker("cancel", str(path))
-    assert ended.stdout == f"job {number} of Slurm is cancelled\n", ended.stderr
+    cancel = kind.jobs.pipeworker("cancel", str(path))
+    assert cancel.stdout == f"job {number} of Slurm is cancelled\n", cancel.stderr
     process.communicate(timeout=60)
     assert process.returncode
     assert not path.exists()
@@ -283,8 +271,8 @@ def test_a_job_in_the_queue_is_cancelled_by_its_run_directory(kind: OnSlurm) -> 
 def test_a_failed_job_names_the_place(kind: Kind) -> None:
     path = kind.jobs.folder / "run"
     process = kind.start(path, "--steps", "3", source=FAILS)
-    stdout, stderr = process.communicate(timeout=90)
-    assert process.returncode == 1
-    assert re.search(r"layer 4 \(Noise\) raised ZeroDivisionError: on purpose", stdout + stderr)
-    assert Run(0, "", "", path).summary["status"] == "failed"
-    assert sys.executable not in Run(0, "", "", path).summary["error"]
+    run = ended(process, path, 1, seconds=90)
+    error = r"layer 4 \(Noise\) raised ZeroDivisionError: on purpose"
+    assert re.search(error, run.stdout + run.stderr)
+    assert run.summary["status"] == "failed"
+    assert sys.executable not in run.summary["error"]

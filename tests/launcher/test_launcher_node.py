@@ -22,7 +22,7 @@ from launcher.node import status_of, torchrun_options
 from launcher.spec import JobSpec
 from pipeworker.errors import AGAIN
 from support.compare import assert_same
-from support.jobs import Jobs, Process, Run, processes_of, until
+from support.jobs import Jobs, Process, Record, processes_of, steps_of, until
 from support.ports import reserve_port
 from support.slow import slow
 from support.sources import CALM, DIES, JOB
@@ -49,8 +49,8 @@ class Pods:
         return [process.returncode for process in self.processes if process.returncode is not None]
 
     @property
-    def run(self) -> Run:
-        return Run(0, "", "", self.path)
+    def run(self) -> Record:
+        return Record(self.path)
 
 
 Start = Callable[..., Pods]
@@ -143,8 +143,7 @@ def test_a_lost_worker_is_worth_a_retry_which_resumes_the_run(jobs: Jobs, pods: 
 
 def test_a_lost_host_is_worth_a_retry(jobs: Jobs, pods: Start) -> None:
     job = pods("--microbatches", "4", "--steps", "100000", source=CALM)
-    metrics = job.path / "metrics.jsonl"
-    until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
+    until(lambda: steps_of(job.path) > 2)
     ranks = [stage["pid"] for stage in job.run.plan["stages"][2:]]
     job.processes[1].kill()
     for pid in ranks:
@@ -159,8 +158,7 @@ def test_a_terminated_pod_has_time_for_a_checkpoint(
     jobs: Jobs, pods: Start, terminated: int
 ) -> None:
     job = pods("--microbatches", "4", "--steps", "100000", source=CALM)
-    metrics = job.path / "metrics.jsonl"
-    until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
+    until(lambda: steps_of(job.path) > 2)
     job.processes[terminated].send_signal(signal.SIGTERM)
     assert all(status in (130, 143) for status in job.end())
     assert job.run.summary["status"] == "interrupted"

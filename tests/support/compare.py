@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from pipeworker.record.checkpoint.checkpoint import Checkpoint, read_plain
 from pipeworker.record.checkpoint.json_state import unpack
 from pipeworker.record.checkpoint.tensor_file import TensorFile
-from support.jobs import Run
+from support.jobs import Record
 from support.plain_loop import in_a_list
 
 _MEASURED = {"seconds", "samples_per_second", "bubble"}
@@ -68,7 +68,7 @@ def _split(value: Any, count: int) -> list[Any]:
     return list(value.tensor_split(count))
 
 
-def assert_same(left: Run, right: Run) -> None:
+def assert_same(left: Record, right: Record) -> None:
     """Compare losses, norms, weights and optimizer state without tolerance."""
     for name in ("loss", "grad_norm", "lr", "epoch"):
         assert [r[name] for r in left.metrics] == [r[name] for r in right.metrics], name
@@ -82,7 +82,7 @@ def assert_same(left: Run, right: Run) -> None:
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(other)), (key, name)
 
 
-def rows(run: Run, name: str, skip: Collection[str] = ()) -> dict[int, str]:
+def rows(run: Record, name: str, skip: Collection[str] = ()) -> dict[int, str]:
     """Return the rows of ``metrics.jsonl`` or ``evaluation.jsonl`` by step, without times."""
     path = run.path / f"{name}.jsonl"
     found = [json.loads(line) for line in path.open()] if path.exists() else []
@@ -153,7 +153,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
-def assert_identical(run: Run, quiet: Run, skip: Collection[str] = ()) -> None:
+def assert_identical(run: Record, quiet: Record, skip: Collection[str] = ()) -> None:
     """Compare all rows and all state at the end, bit for bit.
 
     Args:

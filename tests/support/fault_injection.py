@@ -19,7 +19,7 @@ import pytest
 
 from pipeworker.plan.actions import Action, parse_actions
 from support.failpoints import STATUS, Triggered
-from support.jobs import Run, until
+from support.jobs import Record, until
 from support.observed_job import ObservedJob, Usage, usage
 
 KILLED = "SIGKILL of a worker"
@@ -344,7 +344,7 @@ class FaultInjector:
         assert self.job.end() == 130
         self.resume(*words)
 
-    def finish(self) -> Run:
+    def finish(self) -> Record:
         """Kill the launcher, resume the run, let it finish, and return it."""
         os.kill(self.job.process.pid, signal.SIGKILL)
         assert self.job.end() == -signal.SIGKILL

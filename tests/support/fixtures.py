@@ -17,7 +17,7 @@ from support.draws import FACTOR, draws
 from support.forked import Server
 from support.hosts import Host, two_hosts
 from support.interpreter import fork_line_processes
-from support.jobs import Jobs, Reference, Run, processes_of, until
+from support.jobs import Jobs, Record, Reference, processes_of, until
 from support.ranks import Scripts
 from support.sources import JOB
 from support.torchrun import Torchrun
@@ -74,13 +74,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory, server: Server | None) -
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent
 
-    def train(*words: str, source: str = JOB) -> Run:
+    def train(*words: str, source: str = JOB) -> Record:
         key = hashlib.sha256(repr((words, source)).encode()).hexdigest()[:16]
         with (base / f"reference-{key}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             path = base / f"reference-{key}" / "run-1"
             if (path / "summary.json").exists():
-                return Run(0, "", "", path)
+                return Record(path)
             return Jobs(path.parent, server).train(*words, source=source)
 
     return train

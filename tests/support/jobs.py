@@ -24,18 +24,20 @@ from support.interpreter import SERVER, take_terminal
 from support.sources import JOB
 
 _STARTUP = Path(__file__).with_name("startup")
+_MODULES = {
+    "coordinator.service": "coordinator",
+    "host.agent": "agent",
+    "worker.hooks": "hooks",
+}
 COMMAND = [sys.executable, "-m", "pipeworker"]
 
 Process = subprocess.Popen[str] | Forked
 
 
 @dataclass(frozen=True)
-class Run:
-    """A finished job."""
+class Record:
+    """A run directory; each of its files is read once, as it is then."""
 
-    status: int
-    stdout: str
-    stderr: str
     path: Path
 
     @cached_property
@@ -68,6 +70,15 @@ class Run:
     @cached_property
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         return optimizer_state(self.checkpoint.path)
+
+
+@dataclass(frozen=True)
+class Run(Record):
+    """A finished job."""
+
+    status: int
+    stdout: str
+    stderr: str
 
 
 class Jobs:
@@ -156,10 +167,7 @@ class Jobs:
 
     def run(self, *words: str, source: str = JOB, timeout: float = 90, **options: Any) -> Run:
         """Run a job to its end."""
-        process, run_dir = self.start(*words, source=source, **options)
-        stdout, stderr = process.communicate(timeout=timeout)
-        assert process.returncode is not None
-        return Run(process.returncode, stdout, stderr, run_dir)
+        return ended(*self.start(*words, source=source, **options), None, timeout)
 
     def train(self, *words: str, source: str = JOB, **options: Any) -> Run:
         """Run a job that must succeed."""
@@ -184,7 +192,7 @@ class Jobs:
                 process.communicate()
 
 
-Reference = Callable[..., Run]
+Reference = Callable[..., Record]
 """The type of the fixture `reference`, called as :meth:`Jobs.train`."""
 
 
@@ -194,6 +202,37 @@ def _before(words: tuple[str, ...]) -> list[str]:
 
 def _after(words: tuple[str, ...]) -> list[str]:
     return list(words[words.index("--") :] if "--" in words else ())
+
+
+def ended(process: Process, path: Path, status: int | None = 0, seconds: float = 60.0) -> Run:
+    """Wait for the end of a launcher; return its run, which must have this status if any."""
+    stdout, stderr = process.communicate(timeout=seconds)
+    assert process.returncode is not None
+    assert process.returncode == status or status is None, stdout + stderr
+    return Run(path, process.returncode, stdout, stderr)
+
+
+def steps_of(path: Path) -> int:
+    """Return the number of steps that a run has recorded so far."""
+    metrics = path / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def role_of(line: str) -> str:
+    """Return what a process of :func:`processes_of` is: ``agent``, ``reader``, ...; else empty.
+
+    The workers of an agent that is an interpreter are like it.
+    """
+    name, _, command = line.partition("\n")
+    if name in ("coordinator", "agent", "hooks", "reader", "watcher"):
+        return name
+    command = command.partition("support.server")[0]  # the test server's own has all names
+    return next((role for module, role in _MODULES.items() if module in command), "")
+
+
+def pids_of(folder: Path, role: str) -> list[int]:
+    """Return the processes in a folder that have a role."""
+    return sorted(pid for pid, line in processes_of(folder).items() if role_of(line) == role)
 
 
 def processes_of(folder: Path) -> dict[int, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from support.jobs import Process, processes_of, until
+from support.jobs import Process, Record, pids_of, processes_of, until
 
 SECONDS = 60.0
 """The time limit for a job to be gone, on a busy host."""
@@ -28,28 +27,16 @@ class Live:
 
     @property
     def summary(self) -> dict[str, Any]:
-        loaded: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
-        return loaded
+        return Record(self.path).summary
 
     def pid(self, process: str) -> int:
         """Return the pid of the launcher, the coordinator, the agent, or ``stage 1``."""
         if process == "launcher":
             return self.process.pid
-        plan = json.loads((self.path / "plan.json").read_text())
-        stages = [stage["pid"] for stage in plan["stages"]]
+        stages: list[int] = [stage["pid"] for stage in Record(self.path).plan["stages"]]
         if process.startswith("stage "):
-            return int(stages[int(process.split()[1])])
-        name, module = {
-            "coordinator": ("coordinator\n", "coordinator.service"),
-            "agent": ("agent\n", "host.agent"),
-        }[process]  # of a forked process, of an interpreter
-        (pid,) = (
-            pid
-            for pid, line in processes_of(self.folder).items()
-            if (line.startswith(name) or module in line.partition("support.server")[0])
-            and not line.startswith("watcher\n")
-            and pid not in stages
-        )
+            return stages[int(process.split()[1])]
+        (pid,) = {*pids_of(self.folder, process)} - {*stages}
         return pid
 
     def end(self) -> tuple[int, str]:

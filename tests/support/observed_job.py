@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 from pipeworker.record.rundir import RunDir
 from support import interpreter
 from support.failpoints import VARIABLE, Failpoints
-from support.jobs import Jobs, Process, Run, processes_of, until
+from support.jobs import Jobs, Process, Record, processes_of, role_of, until
 from support.memory import resident
 
 _TESTS = Path(__file__).parents[1]
@@ -166,19 +166,11 @@ class ObservedJob:
         for pid, line in processes_of(self.jobs.folder).items():
             if pid in workers or _group(pid) != pid:
                 continue
-            line = line.partition("support.server")[
-                0
-            ]  # the test server's own command line has all names
-            if line.startswith("watcher\n"):  # it ends with its agent
-                continue
-            if line.startswith("coordinator\n") or "coordinator.service" in line:
-                found["coordinator"] = pid
-            elif line.startswith("reader\n"):
+            role = role_of(line)
+            if role == "reader":
                 found[f"reader {pid}"] = pid
-            elif line.startswith("agent\n") or "host.agent" in line:
-                found["agent"] = pid
-            elif line.startswith("hooks\n") or "worker.hooks" in line:
-                found["hooks"] = pid
+            elif role not in ("", "watcher"):  # which ends with its agent
+                found[role] = pid
         return found
 
     def leftovers(self) -> list[str]:
@@ -192,14 +184,14 @@ class ObservedJob:
         processes = [
             f"{pid}: {line}"
             for pid, line in found
-            if not {pid, _group(pid)} & own and not line.startswith("watcher\n")
+            if not {pid, _group(pid)} & own and role_of(line) != "watcher"
         ]
         return [*processes, *map(str, RunDir(self.path).checkpoints.path.glob(".*"))]
 
     @property
-    def run(self) -> Run:
+    def run(self) -> Record:
         """The run as it is on disk."""
-        return Run(self.process.returncode or 0, "", "", self.path)
+        return Record(self.path)
 
 
 def _group(pid: int) -> int:

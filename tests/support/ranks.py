@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.jobs import Jobs, Process, Run
+from support.jobs import Jobs, Process, Run, ended
 from support.ports import reserve_port
 
 PREAMBLE = """
@@ -52,19 +52,11 @@ class Ranks:
 
     def end(self, seconds: float = 60) -> list[Run]:
         """Wait for the end of all processes; return their runs."""
-        runs = []
-        for process in self.processes:
-            stdout, stderr = process.communicate(timeout=seconds)
-            assert process.returncode is not None
-            runs.append(Run(process.returncode, stdout, stderr, self.run_dir))
-        return runs
+        return [ended(process, self.run_dir, None, seconds) for process in self.processes]
 
     def succeed(self) -> list[Run]:
         """Wait for the end of all processes, and check that they have succeeded."""
-        runs = self.end()
-        for run in runs:
-            assert run.status == 0, run.stderr
-        return runs
+        return [ended(process, self.run_dir) for process in self.processes]
 
     def reported(self, rank: int) -> dict[str, Any]:
         """Return what the script of a rank wrote with ``report``, once all have succeeded."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -14,7 +13,7 @@ import pytest
 
 from support.hosts import Host
 from support.interpreter import COLD_RANKS
-from support.jobs import Jobs, Process, Run, until
+from support.jobs import Jobs, Process, Record, Run, ended, steps_of, until
 from support.ports import reserve_port
 from support.sources import JOB
 
@@ -31,16 +30,12 @@ class Started:
 
     def end(self, seconds: float = 60) -> Run:
         """Wait for the end of the agent; return its run."""
-        stdout, stderr = self.process.communicate(timeout=seconds)
-        assert self.process.returncode is not None
-        return Run(self.process.returncode, stdout, stderr, self.path)
+        return ended(self.process, self.path, None, seconds)
 
     def training(self, rows: int = 3) -> dict[str, Any]:
         """Wait until the job has done some steps; return its plan."""
-        metrics = self.path / "metrics.jsonl"
-        until(lambda: metrics.exists() and metrics.read_text().count("\n") >= rows)
-        plan: dict[str, Any] = json.loads((self.path / "plan.json").read_text())
-        return plan
+        until(lambda: steps_of(self.path) >= rows)
+        return Record(self.path).plan
 
 
 class Torchrun(ExitStack):
