@@ -21,11 +21,7 @@ _BAR, _NOTEBOOK = 30, 100
 class JobProgress:
     """The progress of a job; ``quiet`` shows nothing.
 
-    In a notebook rich renders the bar as HTML, in place of the earlier one.
-
-    Args:
-        quiet: show nothing.
-        notebook: whether to draw in the output of a notebook's cell.
+    In the output of a `notebook`'s cell rich renders the bar as HTML, in place of the earlier one.
     """
 
     def __init__(self, *, quiet: bool, notebook: bool) -> None:

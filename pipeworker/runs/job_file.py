@@ -62,10 +62,7 @@ def find_job_file(run: Path) -> RecordedJobFile:
 def recorded_job_file(record: RunRecord, where: str, remedy: str) -> RecordedJobFile:
     """Return the original job file of a run if it has the recorded content, else the run's copy.
 
-    Args:
-        record: the run, which no script began.
-        where: the beginning of an error message.
-        remedy: its end.
+    No script began the run. An error message begins with `where` and ends with `remedy`.
 
     Raises:
         UsageError: neither file has the recorded content.

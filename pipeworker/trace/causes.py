@@ -36,12 +36,7 @@ _BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 @dataclass(slots=True)
 class WorkerTime:
-    """The seconds of a worker, which add up to those of the steps.
-
-    Attributes:
-        worker: its rank.
-        idle: seconds by cause.
-    """
+    """The seconds of a worker, idle ones by cause, which add up to those of the steps."""
 
     worker: int
     stages: tuple[int, ...]
@@ -67,12 +62,8 @@ class WorkerTime:
 class Breakdown:
     """Where the time of some steps went.
 
-    Attributes:
-        seconds: the time that they took.
-        steps: their numbers.
-        workers: by rank.
-        suspended: for how many of the seconds the job was suspended, as by a batch system; they are
-            among those of other causes.
+    Of their seconds the job was `suspended` for some, as by a batch system; they are among those of
+    other causes. Workers are by rank.
     """
 
     seconds: float
@@ -86,7 +77,6 @@ class MiniBatch:
     """One mini-batch of a step, as all workers of a generation have recorded it.
 
     Attributes:
-        commands: by worker.
         begin, end: when the first worker received its command, and the next one.
     """
 

@@ -60,11 +60,7 @@ class BestSamples:
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """The clocks of a run, by their identity.
-
-    Attributes:
-        samples: measurements, in order of time.
-    """
+    """The clocks of a run: the measurements of each, in order of time, by its identity."""
 
     samples: dict[str, tuple[ClockSample, ...]]
 

@@ -91,10 +91,8 @@ class WorkerLife:
         rank, replica, stages: what the worker was.
         attempt: equal for all workers of a command that began or resumed the run.
         generation: how many generations of workers there have been, with this one.
-        host: the name of its host.
         clock: equal for processes whose clocks show the same.
         now, time: a moment on its clock, and the same in seconds since 1970.
-        commands: in order.
         samples: measurements of its clock, in order.
     """
 

@@ -16,7 +16,7 @@ from pipeworker.plan.check import check
 from pipeworker.plan.connect import connect
 from pipeworker.plan.orders import ORDERS, Order, resolve
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.planner.listing import RULES, Room, list_order
+from pipeworker.plan.planner.listing import RULES, Play, Room
 from pipeworker.plan.planner.planner import plan_order
 from pipeworker.plan.planner.search import known_orders, search
 from pipeworker.plan.simulate import Costs, simulate
@@ -79,20 +79,19 @@ def test_every_order_that_a_rule_makes_is_proven(
     costs = Costs(tuple(seconds), tuple(2 * s for s in seconds), tuple(s for s in seconds))
     room = Room([inf] * workers, [1] * stages)
     assert isinstance(rule, type(RULES[0]))
-    made = list_order(placement, microbatches, costs, [False] * stages, room, rule)
-    assert made is not None
-    _, orders = made
-    check(connect("made", microbatches, placement, orders))
+    play = Play(placement, microbatches, costs, [False] * stages, room, rule)
+    assert play.run()
+    check(connect("made", microbatches, placement, play.orders))
 
 
 def test_the_played_step_takes_as_long_as_the_simulated_one() -> None:
     placement, costs = Placement.identity(4), Costs.even(4)
     room = Room([inf] * 4, [1] * 4)
     for rule in RULES:
-        made = list_order(placement, 8, costs, [False] * 4, room, rule)
-        assert made is not None
-        seconds, orders = made
-        assert simulate(connect("made", 8, placement, orders), costs).makespan >= seconds - 1e-9
+        play = Play(placement, 8, costs, [False] * 4, room, rule)
+        assert play.run()
+        simulated = simulate(connect("made", 8, placement, play.orders), costs)
+        assert simulated.makespan >= play.end - 1e-9
 
 
 def test_an_order_that_is_made_meets_the_lower_bound_of_a_step() -> None:
@@ -105,9 +104,9 @@ def test_an_order_that_is_made_meets_the_lower_bound_of_a_step() -> None:
 
 def test_memory_bounds_what_an_order_holds() -> None:
     placement, costs = Placement.identity(2), Costs.even(2)
-    made = list_order(placement, 8, costs, [False] * 2, Room([3, 2], [1, 1]), RULES[2])
-    assert made is not None
-    live = check(connect("made", 8, placement, made[1]))
+    play = Play(placement, 8, costs, [False] * 2, Room([3, 2], [1, 1]), RULES[2])
+    assert play.run()
+    live = check(connect("made", 8, placement, play.orders))
     assert live.activations[0] <= 3
     assert live.activations[1] <= 2
 

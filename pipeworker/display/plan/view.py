@@ -23,7 +23,6 @@ class StageView:
         seconds: for which it computes in a step.
         memory: predicted peak bytes of its worker, with all of its stages.
         limit: bytes that its worker may use; None without a limit.
-        mode: its recompute mode.
     """
 
     stage: int

@@ -28,12 +28,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """A step, as measured or as planned.
-
-    Attributes:
-        title: which step it is.
-        rows: what each worker did, by rank.
-    """
+    """A step, as measured or as planned: what each worker did, by rank."""
 
     title: str
     seconds: float

@@ -38,9 +38,7 @@ _HALVINGS = 30
 def search_balance(divisions: Divisions, nodes: int = _NODES) -> Judged:
     """Return the best balance found, which exceeds the memory if none was found that fits.
 
-    Args:
-        divisions: the possible balances.
-        nodes: nodes of graphs of steps that the search evaluates at most.
+    The search evaluates at most so many `nodes` of graphs of steps.
     """
     search = _Search(divisions, nodes)
     seeds = [divisions.even, *slowest_first(divisions)]

@@ -35,12 +35,9 @@ class _Known(NamedTuple):
 
 
 class Bounds:
-    """The bounds of the neighbours of a balance that fits into memory.
+    """The bounds of the neighbours of the balance `origin`, which fits into memory.
 
-    Args:
-        divisions: the divisions that the balance is one of.
-        origin: the balance.
-        paths: paths through the step of every balance with the origin's recompute modes.
+    The paths lead through the step of every balance with the origin's recompute modes.
     """
 
     def __init__(self, divisions: Divisions, origin: Judged, paths: Sequence[Path]) -> None:

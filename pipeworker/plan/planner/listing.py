@@ -59,32 +59,13 @@ class Room:
     held: Sequence[int]
 
 
-def list_order(
-    placement: Placement,
-    microbatches: int,
-    costs: Costs,
-    again: Sequence[bool],
-    room: Room,
-    rule: Rule,
-) -> tuple[float, list[list[Action]]] | None:
-    """Return the played step time and the compute actions of each worker, without recomputes.
+class Play:
+    """A step while its order is made; `again` says which stages recompute their micro-batches.
 
-    The step time leaves out what a full channel makes a sender wait. None if the rule gets stuck.
-
-    Args:
-        placement: which worker holds which stages.
-        microbatches: number of micro-batches.
-        costs: costs of each stage.
-        again: by stage, whether its micro-batches are recomputed.
-        room: memory that the order may use.
-        rule: what each worker prefers.
+    Attributes:
+        orders: the compute actions of each worker so far, without recomputes.
+        end: when the last of them ends, without what a full channel makes a sender wait.
     """
-    played = _Play(placement, microbatches, costs, again, room, rule)
-    return (played.end, played.orders) if played.run() else None
-
-
-class _Play:
-    """The state of a step while its order is made."""
 
     def __init__(
         self,
@@ -126,7 +107,7 @@ class _Play:
         return seconds, is_bounded(edge, self._placement)
 
     def run(self) -> bool:
-        """Play the step; return whether every action has run."""
+        """Play the step; return whether every action has run: the rule may get stuck."""
         while self._wakes and self._left:
             now, worker = heappop(self._wakes)
             if self._free[worker] <= now:

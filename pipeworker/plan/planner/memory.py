@@ -36,10 +36,7 @@ _BATCHES = 2
 class Held(NamedTuple):
     """The number of micro-batches of which a stage holds something at one time.
 
-    Attributes:
-        inputs: inputs.
-        never, always, except_first: graphs, by recompute mode.
-        deferred: gradients of a split backward, between its two parts.
+    It holds graphs by recompute mode, and what split backwards have `deferred` to a second part.
     """
 
     inputs: int
@@ -129,12 +126,7 @@ _ENDS = Ends()
 
 
 class LayerBytes:
-    """Sums of bytes over ranges of layers.
-
-    Args:
-        facts: the facts of the layers.
-        microbatches: number of micro-batches of a mini-batch.
-    """
+    """Sums of bytes over ranges of layers."""
 
     def __init__(self, facts: NetworkFacts, microbatches: int) -> None:
         self.facts, self._microbatches = facts, microbatches
@@ -324,14 +316,7 @@ def _most(moments: Iterable[tuple[tuple[int, ...], ...]]) -> list[tuple[tuple[in
 
 
 def peak(base: int, moments: Moments, stages: Sequence[StageBytes], modes: Sequence[str]) -> int:
-    """Return the peak bytes of a worker.
-
-    Args:
-        base: bytes of the process without layers.
-        moments: what the worker holds when it holds most.
-        stages: bytes of each of its stages.
-        modes: recompute mode of each of its stages.
-    """
+    """Return the peak bytes of a worker, of which the process without layers takes `base`."""
     columns = zip(*moments, strict=True)
     most = [(max(h.inputs for h in c), max(h.deferred for h in c)) for c in columns]
     lasting = sum([stage.lasting(*counts) for stage, counts in zip(stages, most, strict=True)])

@@ -23,7 +23,7 @@ from pipeworker.plan.placement import Placement
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.planner.balance import lacking, search_balance
 from pipeworker.plan.planner.costs import stage_costs
-from pipeworker.plan.planner.listing import RULES, Room, list_order
+from pipeworker.plan.planner.listing import RULES, Play, Room
 from pipeworker.plan.planner.planner import planned, reasons, whole_text
 from pipeworker.plan.planner.stages import Divisions, Judged
 from pipeworker.plan.recompute import Recomputed, with_recomputes
@@ -178,9 +178,9 @@ def _listed(base: _Found) -> Iterator[tuple[float, list[list[Action]]]]:
         fixed += 2 * max(sizes[s].graph * again[s] for s in stages)
         room.append(inf if limit is None else limit - fixed)
     for rule in RULES:
-        made = list_order(placement, divisions.microbatches, costs, again, Room(room, held), rule)
-        if made is not None:
-            yield made
+        play = Play(placement, divisions.microbatches, costs, again, Room(room, held), rule)
+        if play.run():
+            yield play.end, play.orders
 
 
 def _proven(base: _Found, order: list[list[Action]], number: int) -> _Found | None:

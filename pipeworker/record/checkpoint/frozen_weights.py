@@ -72,13 +72,9 @@ def split(handle: int) -> tuple[Part, Part] | None:
 
 
 def link_same(chunks: Iterable[memoryview], path: Path) -> CheckpointFile | None:
-    """Give a file of the newest other checkpoint a second name, if it has this content.
+    """Give a file of the newest other checkpoint the second name `path`, if it has this content.
 
-    That checkpoint need not be complete: the parts of other workers may still be missing.
-
-    Args:
-        chunks: the content, in order.
-        path: the second name, in the folder of a checkpoint that is not complete.
+    Neither checkpoint need be complete: the parts of other workers may still be missing.
     """
     others = (one for one in path.parent.parent.glob("*step-*") if one != path.parent)
     earlier = max(others, key=_step, default=None)

@@ -84,7 +84,6 @@ class Manifest:
 
     Attributes:
         stages: the number of stages that saved it.
-        files: those of all workers.
         ties: for each tied parameter all its names; a file has it under the first one.
         scaler: the state of the loss scale, with fp16.
         evaluation: the row of the evaluation pass after exactly this step, if there was one.

@@ -296,11 +296,8 @@ def _restore_optimizer(
 ) -> list[SavedGroup | None]:
     """Restore the state and groups of an optimizer; return the saved group that each continues.
 
-    Args:
-        optimizer: the optimizer to restore.
-        origin: the saved optimizer that has its first parameter.
-        saved: the state of all workers.
-        names: by id, the name under which a parameter has its state.
+    The saved optimizer `origin` has its first parameter. The `names` under which parameters have
+    their state are by id.
     """
     groups = optimizer.param_groups
     saved_groups: list[SavedGroup | None] = []

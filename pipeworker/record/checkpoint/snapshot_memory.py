@@ -88,7 +88,6 @@ class FileContent:
     """A file to write.
 
     Attributes:
-        name: its name.
         chunks: returns its bytes in order.
         shared: whether it may become a second name of a file of the checkpoint before.
     """

@@ -217,10 +217,7 @@ class WorkerContent:
     ) -> WorkerContent:
         """Collect what a worker saves of its stages.
 
-        Args:
-            stages: the stages of the worker.
-            elsewhere: ids of parameters whose optimizer state another stage writes.
-            position: the position in the data, on the worker with stage 0.
+        Another stage writes the optimizer state of the parameters with the ids `elsewhere`.
 
         Raises:
             UsageError: a state holds something else than tensors and plain values; it is named.

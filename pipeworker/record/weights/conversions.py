@@ -35,12 +35,7 @@ _COPIES = "modules_to_save"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The tensors of files that a weight of a module is made of.
-
-    Attributes:
-        stored: names of tensors in the files.
-        convert: returns the weight, of these tensors.
-    """
+    """The names of the tensors of files that a weight is made of, and what makes it of them."""
 
     stored: tuple[str, ...]
     convert: Callable[[Sequence[Any]], Any]

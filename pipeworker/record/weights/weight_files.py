@@ -30,13 +30,7 @@ class _Index(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The files that hold a model's weights.
-
-    Attributes:
-        files: all of them.
-        index: the file of each weight, if there is an index.
-        from_run: whether they are those of a checkpoint.
-    """
+    """The files that hold a model's weights; `from_run` if they are those of a checkpoint."""
 
     files: tuple[Path, ...]
     index: Mapping[str, Path] | None = None
