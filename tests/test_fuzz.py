@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from pipeworker.plan.orders import ORDERS
 from pipeworker.record.checkpoint.manifest import file_names
 from support.compare import assert_identical
 from support.drawn_job import DrawnJob, draw_job
@@ -32,7 +31,6 @@ from support.torchrun import Started, Torchrun
 
 CASES = int(os.environ.get("FUZZ_CASES", 0))
 SEED = int(os.environ.get("FUZZ_SEED", 0))
-SCHEDULES = tuple(ORDERS)
 ENDLESS = ("--steps", "1000000", "--max-restarts", "1000000")
 PACE = "0.02" if CASES else "0.1"
 _OF_LAUNCHER = ("--stages", "--snapshot-every", "--min-stages")
@@ -140,7 +138,7 @@ def train_under_faults(
     jobs: Jobs, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[DrawnJob, Fuzz]:
     chance = random.Random(seed)
-    job = draw_job(chance, SCHEDULES)
+    job = draw_job(chance)
     monkeypatch.setenv("PAUSE", PACE)
     monkeypatch.setenv("PIPEWORKER_TIMINGS", "grow=0.5")
     observed = ObservedJob(jobs, job.source, (*job.bits, *job.layout, *ENDLESS))
@@ -151,14 +149,14 @@ def train_under_faults(
         fault = draw_fault(fuzz, job, chance)
         print(f"step {observed.step}: {fault}")
         if fault.how == "resume":
-            job = job.with_layout(chance, SCHEDULES)
+            job = job.with_layout(chance)
             fuzz.layout = job.layout
             print(*job.layout)
         fuzz.inject(fault)
     fuzz.end("interrupted")
     print(f"step {observed.saved}: interrupted")
     if chance.random() < 0.5:
-        job = job.with_layout(chance, SCHEDULES)
+        job = job.with_layout(chance)
         print(*job.layout)
         observed.resume(*job.layout, "--steps", f"{observed.saved + 3}")
         fuzz.succeed()
@@ -188,7 +186,7 @@ def test_torchrun_restarts_a_drawn_job(
 ) -> None:
     """torchrun starts all ranks again, which resume from the last checkpoint."""
     chance = random.Random(f"torchrun {seed}")
-    job = draw_job(chance, SCHEDULES)
+    job = draw_job(chance)
     announce(seed, job, jobs.folder, f"torchrun --nproc-per-node {job.workers}")
     monkeypatch.setenv("PAUSE", PACE)
     words = (*job.bits, *without(job.layout, *_OF_LAUNCHER), *ENDLESS[:2])
@@ -289,7 +287,7 @@ def test_a_drawn_loop_of_the_users_own_equals_a_quiet_run_of_one_stage(
 ) -> None:
     """Ranks are killed; other ranks, of which there may be more or fewer, load a checkpoint."""
     chance = random.Random(f"own loop {seed}")
-    job = draw_job(chance, SCHEDULES, alone=True)
+    job = draw_job(chance, alone=True)
     steps, every = chance.randint(15, 40) if CASES else 9, chance.randint(1, 4)
     built = "lambda" not in job.source.partition("def model")[2].partition("def loss")[0]
     built = built and chance.random() < 0.5
@@ -299,7 +297,7 @@ def test_a_drawn_loop_of_the_users_own_equals_a_quiet_run_of_one_stage(
     announce(seed, job, jobs.folder, values)
     checkpoint = ""
     for left in reversed(range(chance.randint(2, 3) if CASES else 2)):
-        job = job.with_layout(chance, SCHEDULES)
+        job = job.with_layout(chance)
         options = as_arguments(without((*job.bits, *job.layout), *_OF_LAUNCHER, *_OF_JOB))
         ranks = scripts.start(
             script, job.workers, OPTIONS=json.dumps(options), FROM=checkpoint, PAUSE=PACE

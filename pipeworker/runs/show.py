@@ -195,11 +195,9 @@ def _git(process: dict[str, Any]) -> str:
     return f"{found['commit']}{'' if dirty is False else how}"
 
 
-def _time(
-    process: dict[str, Any], form: str = "%Y-%m-%d %H:%M:%S", unknown: str = "at an unknown time"
-) -> str:
+def _time(process: dict[str, Any]) -> str:
     found = time_of(process)
-    return found.strftime(form) if found else unknown
+    return found.strftime("%Y-%m-%d %H:%M:%S") if found else "at an unknown time"
 
 
 def _number(value: Any) -> str:

@@ -7,11 +7,12 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from pipeworker.plan.orders import resolve
+from pipeworker.plan.orders import ORDERS, resolve
 from support.drawn_layers import LIBRARY
 
 END = "\n# What was drawn:\n"
 WIDTH = 8
+_SCHEDULES = tuple(ORDERS)
 
 _EVERY = (
     *("nn.Linear({d}, {d})", "nn.Linear({d}, {d}, bias=False)", "nn.Tanh()", "nn.GELU()"),
@@ -139,9 +140,9 @@ class DrawnJob:
         words = " ".join((*self.bits, *self.layout))
         return f"launch {words} job.py\n{self.source.partition(END)[2]}"
 
-    def with_layout(self, chance: random.Random, schedules: Sequence[str]) -> DrawnJob:
+    def with_layout(self, chance: random.Random) -> DrawnJob:
         """Return the same job with another layout."""
-        schedule = chance.choice(schedules)
+        schedule = chance.choice(_SCHEDULES)
         order = resolve(schedule)
         virtual = chance.choice((2, 3)) if order.varies else order.virtual_stages
         most = min(4, self.layers // virtual, 6 // self.replicas)
@@ -149,14 +150,8 @@ class DrawnJob:
         cuts = sorted(chance.sample(range(1, self.layers), stages * virtual - 1))
         sizes = [b - a for a, b in zip([0, *cuts], [*cuts, self.layers], strict=True)]
         words = [
-            *(
-                "--stages",
-                f"{stages}",
-                "--balance",
-                ",".join(map(str, sizes)),
-                "--schedule",
-                schedule,
-            ),
+            *("--stages", f"{stages}", "--balance", ",".join(map(str, sizes))),
+            *("--schedule", schedule),
             *(("--virtual-stages", f"{virtual}") if order.varies else ()),
             *("--recompute", chance.choice(("always", "except_first", "never", "offload"))),
             *("--backend", chance.choice(("auto", "auto", "auto", "gloo", "tls"))),
@@ -172,14 +167,11 @@ class DrawnJob:
         return replace(self, layout=tuple(words), stages=stages)
 
 
-def draw_job(
-    chance: random.Random, schedules: Sequence[str] = ("gpipe",), *, alone: bool = False
-) -> DrawnJob:
+def draw_job(chance: random.Random, *, alone: bool = False) -> DrawnJob:
     """Draw a job.
 
     Args:
         chance: the source of all choices.
-        schedules: the names of the schedules to choose from.
         alone: whether it is for a loop of the user's own, without epochs and evaluations.
     """
     kind = chance.choice(("features", "features", "tokens", "images"))
@@ -213,7 +205,7 @@ def draw_job(
     bits += ["--replicas", f"{replicas}"]
     source = "".join(textwrap.dedent(part) for part in parts)
     job = DrawnJob(len(layers), source, tuple(bits), (), 1, replicas)
-    return job.with_layout(chance, schedules)
+    return job.with_layout(chance)
 
 
 def _network(chance: random.Random, kind: str) -> list[str]:

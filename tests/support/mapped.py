@@ -258,8 +258,9 @@ sys.stdin.read()
 """
 
 
-def between_processes(jobs: Jobs, kind: str, frames: int = 100) -> None:
+def between_processes(jobs: Jobs, kind: str) -> None:
     """Check that every bit arrives from a device of another process, in reused buffers."""
+    frames = 100
     accelerator, device = device_of(kind)
     name = f"pipeworker-test-{secrets.token_hex(8)}"
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as listener:

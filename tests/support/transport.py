@@ -78,7 +78,6 @@ def connect_all(
     edges: tuple[Edge, ...],
     stages: int,
     backend: str = "auto",
-    memberships: Sequence[Membership] = (),
     devices: Sequence[Accelerator] = (),
     *,
     apart: bool = False,
@@ -89,7 +88,6 @@ def connect_all(
         edges: the edges to connect.
         stages: the number of workers.
         backend: as ``--backend``; with ``tls`` each worker seems to be on a host of its own.
-        memberships: one a worker; empty if all are of one job.
         devices: one a worker; empty for the CPU.
         apart: whether each worker seems to be on a host of its own with any backend.
     """
@@ -97,12 +95,11 @@ def connect_all(
     stores = [local_store.store() for _ in range(stages)]
     placement = Placement.identity(stages)
     on_each: Sequence[Accelerator | None] = devices or [None] * stages
-    members = memberships or [MEMBERSHIP] * stages
     hosts, network = iter(range(stages)), Network(ENDPOINT, backend)
     hosted = mock.patch.object(unix, "host_identity", side_effect=lambda: f"host {next(hosts)}")
     with ThreadPoolExecutor(stages) as pool, hosted if apart or backend == "tls" else nullcontext():
         made = [
-            pool.submit(connect, own, k, placement, store, network, members[k], on)
+            pool.submit(connect, own, k, placement, store, network, MEMBERSHIP, on)
             for k, (store, on) in enumerate(zip(stores, on_each, strict=True))
             if (own := [edge for edge in edges if k in (edge.source, edge.target)])
         ]
