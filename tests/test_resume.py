@@ -170,7 +170,7 @@ def test_a_signal_does_not_wait_for_an_evaluation(jobs: Jobs, stages: str) -> No
     assert process.returncode == 130, stderr
     assert "the evaluation after step 2 is not complete; --resume begins with it" in stderr
     assert not (path / "evaluation.jsonl").exists()
-    done = resumed(jobs, Run(130, stdout, stderr, path), "--stages", "2")
+    done = resumed(jobs, Run(path, 130, stdout, stderr), "--stages", "2")
     assert done.status == 0, done.stderr
     whole = jobs.train(*words, source=source)
     assert_same(done, whole)
