@@ -44,9 +44,9 @@ class Pipeline:
     every number of stages. The random streams of the process are not changed.
 
     Args:
-        model: a function that returns an ``nn.Sequential`` or a list of layers, called under the
-            job's seed; or one of these itself, equal on all ranks, whose own modules are then
-            trained. Entries of a list may be functions that build a layer.
+        model: a function that returns an ``nn.Module`` or a list of layers, called under the job's
+            seed; or one of these itself, equal on all ranks, whose own modules are then trained.
+            Entries of a list may be functions that build a layer.
         loss: ``loss(output, target)`` returns a scalar mean over its samples, or a pair (sum,
             count) of scalars.
         optimizer: ``optimizer(params)`` returns the optimizer of a stage, or a list of them.
@@ -60,8 +60,8 @@ class Pipeline:
         tied: see `before_update`.
         names: see `before_update`.
         tokens: see `before_update`; counts those of each mini-batch of :meth:`step`.
-        sample: an input of the model; required if layers stash and pop, to find the stages between
-            which the skip connections run.
+        sample: an input of the model; required to cut a module that is no ``nn.Sequential``, and
+            to find the skip connections of layers that stash and pop.
         run_dir: the run directory, by default ``runs/<script>-<time>``.
         resume: continue the run in `run_dir` from its last checkpoint: weights, optimizer,
             scheduler, loss scale and epoch. The script begins its data at :attr:`steps_done`.

@@ -44,7 +44,7 @@ class Model:
     """The layers of a job; layers given as callables are not built yet.
 
     Raises:
-        UsageError: ``model`` returned something that is not a sequence of layers.
+        UsageError: ``model`` returned neither a module nor a list of layers.
         UserCodeError: ``model`` raised.
 
     Attributes:
