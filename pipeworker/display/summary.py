@@ -77,14 +77,20 @@ def explain_prediction(speed: Speed, steps: int, busy: Sequence[float], plan: Pl
         return f"{text}data() took {number(data)} s a step, which no plan knows"
     pairs = zip(busy, plan.computing, strict=False)
     changed = [(share * measured, expected) for share, expected in pairs]
-    most = max(changed, key=lambda pair: abs(pair[0] - pair[1]), default=(0.0, 0.0))
-    if abs(most[0] - most[1]) > _WRONG / 2 * predicted:
+    sign, least = 1 if longer else -1, _WRONG / 2 * predicted
+    most = max(changed, key=lambda pair: sign * (pair[0] - pair[1]), default=(0.0, 0.0))
+    if sign * (most[0] - most[1]) > least:
         worker = changed.index(most)
         return (
             f"{text}worker {worker} computed {number(most[0])} s a step, and {number(most[1])} s "
             "by the measured times of its layers"
         )
-    return f"{text}the workers computed as long as predicted, and waited for the rest of the time"
+    if all(abs(took - expected) <= least for took, expected in changed):
+        return (
+            f"{text}the workers computed as long as predicted, and waited for the rest of the time"
+        )
+    computed, waited = ("less", "more") if longer else ("more", "less")
+    return f"{text}the workers computed {computed} than predicted, and waited {waited}"
 
 
 def explain_bubble(measured: float, busy: Sequence[float], context: PlanContext) -> str:

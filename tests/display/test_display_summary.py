@@ -212,7 +212,19 @@ SPEED = Speed(0.5, 20.0, 0.0, (30.0, 30.0), 0.0)
             {},
             "the workers computed as long as predicted",
         ),
+        (
+            {"median_step": 0.6},
+            (0.2, 0.5),
+            {},
+            "the workers computed less than predicted, and waited more",
+        ),
         ({"median_step": 0.4}, (0.75, 0.75), {}, "20% less: worker 0 computed 0.3000 s a step"),
+        (
+            {"median_step": 0.4},
+            (0.98, 0.95),
+            {},
+            "the workers computed more than predicted, and waited less",
+        ),
     ],
 )
 def test_a_wrong_prediction_is_explained(
