@@ -131,4 +131,4 @@ def test_a_missing_file_starts_no_process(jobs: Jobs) -> None:
     assert run.stderr == f"error: --init-from {there}: cannot be read: No such file or directory\n"
     assert not run.path.exists()
     run = jobs.run("--stages", "2", "--no-init-strict", source=SOURCE)
-    assert run.stderr == "error: --init-partial: no file is given; add --init-from\n"
+    assert run.stderr == "error: --no-init-strict: no file is given; add --init-from\n"

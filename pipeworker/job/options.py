@@ -181,7 +181,7 @@ class Options:
                     option = f"--{name} {getattr(self, name)}"
                     raise UsageError(f"{option}: no evaluation is requested; add --evaluate-every")
         if not self.init_strict and self.init_from is None:
-            raise UsageError("--init-partial: no file is given; add --init-from")
+            raise UsageError("--no-init-strict: no file is given; add --init-from")
         Interval.parse(self.checkpoint_every)
         if self.min_stages is not None and not 1 <= self.min_stages <= self.stages:
             raise UsageError(

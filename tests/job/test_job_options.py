@@ -82,7 +82,7 @@ def test_json_round_trip(made: Options) -> None:
         ("patience", 3, "--patience 3: no evaluation is requested; add --evaluate-every"),
         ("best", "a", "--best a: no evaluation is requested; add --evaluate-every"),
         ("evaluate_every", "step", "--evaluate-every step: must be a number of steps, or epoch"),
-        ("init_strict", False, "--init-partial: no file is given; add --init-from"),
+        ("init_strict", False, "--no-init-strict: no file is given; add --init-from"),
         ("clip_grad_norm", 0.0, "--clip-grad-norm 0.0: must be greater than 0"),
         ("clip_grad_norm", float("nan"), "--clip-grad-norm nan: must be greater than 0"),
         ("worker_timeout", 0.0, "--worker-timeout 0.0: must be greater than 0"),
