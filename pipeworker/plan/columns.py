@@ -69,25 +69,37 @@ def peak_live(columns: Columns, stage: int, size: int) -> tuple[int, int, int]:
 
     `columns` are those of its worker, whose tuple has `size` actions.
     """
-    forwards = _column(columns, Kind.FORWARD, stage)
-    recomputes = _column(columns, Kind.RECOMPUTE, stage)
-    fetches = _column(columns, Kind.FETCH, stage)
-    done = joined(_column(columns, kind, stage) for kind in WEIGHTS).places
-    if not done:  # a stage without backward keeps nothing of a forward
-        done = forwards.places
-    recomputed = set(recomputes.microbatches)
-    pairs = zip(forwards.microbatches, forwards.places, strict=True)
-    kept_forwards = [place for m, place in pairs if m not in recomputed]
-    begins = [*kept_forwards, *recomputes.places, *fetches.places]
     return (
-        _peak(begins, [*done, *offloaded_at(columns, stage).values()], size),
-        _peak(forwards.places, done, size),
+        peak_graphs(columns, (stage,), size),
+        _peak(_column(columns, Kind.FORWARD, stage).places, _done(columns, stage), size),
         _peak(
             _column(columns, Kind.BACKWARD_INPUT, stage).places,
             _column(columns, Kind.BACKWARD_WEIGHT, stage).places,
             size,
         ),
     )
+
+
+def peak_graphs(columns: Columns, stages: Iterable[int], size: int) -> int:
+    """Return the most graphs of some stages of a worker that are on its device at once."""
+    begins: list[int] = []
+    ends: list[int] = []
+    for stage in stages:
+        forwards = _column(columns, Kind.FORWARD, stage)
+        recomputes = _column(columns, Kind.RECOMPUTE, stage)
+        recomputed = set(recomputes.microbatches)
+        pairs = zip(forwards.microbatches, forwards.places, strict=True)
+        begins += [place for m, place in pairs if m not in recomputed]
+        begins += [*recomputes.places, *_column(columns, Kind.FETCH, stage).places]
+        ends += [*_done(columns, stage), *offloaded_at(columns, stage).values()]
+    return _peak(begins, ends, size)
+
+
+def _done(columns: Columns, stage: int) -> Sequence[int]:
+    """Return the places at which a stage has no more use for a micro-batch."""
+    done = joined(_column(columns, kind, stage) for kind in WEIGHTS).places
+    # A stage without backward keeps nothing of a forward.
+    return done or _column(columns, Kind.FORWARD, stage).places
 
 
 def offloaded_at(columns: Columns, stage: int) -> Mapping[int, int]:

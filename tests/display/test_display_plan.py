@@ -12,18 +12,20 @@ import pytest
 
 from pipeworker.display.plan import page
 from pipeworker.display.plan.as_json import to_json
+from pipeworker.display.plan.schedules import EqualStages
 from pipeworker.display.plan.svg import Picture
 from pipeworker.display.plan.text import LETTERS, lines_of, timeline_rows
 from pipeworker.display.plan.view import Choice, PlanView
 from pipeworker.facts.layer_facts import LayerFacts, NetworkFacts
 from pipeworker.plan.actions import Action, Kind
 from pipeworker.plan.connect import connect
-from pipeworker.plan.orders import resolve
+from pipeworker.plan.orders import ORDERS, resolve
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.schedule import Schedule
 from pipeworker.plan.simulate import Costs, Span, simulate
-from support.orders import zero_bubble
+from support.makespans import peak_graphs
+from support.orders import build, zero_bubble
 
 SVG = "{http://www.w3.org/2000/svg}"
 GB = 10**9
@@ -368,3 +370,16 @@ def test_counted_operations_are_no_seconds() -> None:
     )
     assert found["stages"][0]["seconds"] == {"forward": None, "recompute": None, "backward": None}
     assert found["bubble"] > 0
+
+
+@pytest.mark.parametrize("name", sorted(ORDERS))
+@pytest.mark.parametrize("recompute", ["always", "except_first", "never"])
+def test_held_micro_batches_are_those_that_a_worker_holds_at_once(
+    name: str, recompute: str
+) -> None:
+    """Its stages reach their largest numbers at different times."""
+    schedule = build(name, 4, 9, recompute)
+    placement = schedule.placement
+    graphs = max(peak_graphs(schedule, worker) for worker in range(placement.workers))
+    held = EqualStages.of(schedule).held
+    assert held == graphs * placement.workers / placement.stages

@@ -59,8 +59,8 @@ def test_schedules_stand_side_by_side() -> None:
     assert found.keys() == ORDERS.keys()
     assert found["gpipe"] == ["1", "33", f"{3 / 11:.1%}", "8"]
     assert found["1f1b"] == ["1", "33", f"{3 / 11:.1%}", "4"]
-    stages, step, bubble, _ = found["interleaved-1f1b"]
-    assert (stages, step, bubble) == ("2", "28.5", f"{1.5 / 9.5:.1%}")
+    assert found["interleaved-1f1b"] == ["2", "28.5", f"{1.5 / 9.5:.1%}", "5.5"]
+    assert [found[name][-1] for name in ("zbv", "v-half", "v-min")] == ["4", "3", "2"]
 
 
 @pytest.mark.usefixtures("users_defaults")

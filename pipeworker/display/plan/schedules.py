@@ -10,6 +10,7 @@ from pipeworker.display.plan.text import Paint, plain, timeline_lines
 from pipeworker.display.plan.view import labels_of, title_of
 from pipeworker.display.text import table
 from pipeworker.plan.check import check
+from pipeworker.plan.columns import columns_of, peak_graphs
 from pipeworker.plan.schedule import Schedule
 from pipeworker.plan.simulate import Costs, Timing, simulate, timeline
 
@@ -40,9 +41,12 @@ class EqualStages:
         placement = schedule.placement
         share = placement.workers / placement.stages
         costs = Costs.even(placement.stages, share, 2 * share)
-        live = check(schedule).activations
-        held = max(sum(live[stage] for stage in stages) * share for stages in placement.held)
-        return EqualStages(schedule, costs, simulate(schedule, costs), held)
+        check(schedule)
+        graphs = [
+            peak_graphs(columns_of(actions), stages, len(actions))
+            for actions, stages in zip(schedule.workers, placement.held, strict=True)
+        ]
+        return EqualStages(schedule, costs, simulate(schedule, costs), max(graphs) * share)
 
     def lines(self, width: int, paint: Paint = plain) -> Iterator[str]:
         """Yield the schedule and its timeline in `width` columns, coloured by `paint`."""
