@@ -128,10 +128,10 @@ def _replanned(
         if planned is not None:
             option = f"--schedule {name}"
             faster = gain(planned)
-            text = (
-                f"fill and drain of the schedule take {lost:.0%} of a step: "
-                f"{option} would give {faster:.2f} times the rate"
-            )
+            reason = f"fill and drain of the schedule take {lost:.0%} of a step"
+            if faster * (1 - lost) > LEAST:  # its stages are more even too
+                reason = _slowest(now)
+            text = f"{reason}: {option} would give {faster:.2f} times the rate"
             yield Advice(text, option, faster)
 
 

@@ -48,6 +48,19 @@ def test_an_idle_schedule_is_replaced() -> None:
     assert advice.gain > 1.1
 
 
+def test_a_schedule_that_evens_the_stages_is_advised_for_that() -> None:
+    layers = tuple(LayerFacts("", forward=each, backward=2 * each) for each in (1, 1, 2, 2, 4, 4))
+    even, order = (2, 2, 2), ORDERS["gpipe"]
+    schedule = order.build(order.place(3), 24, ["never"] * 3)
+    costs = Costs((2.0, 4.0, 8.0), (4.0, 8.0, 16.0), (2.0, 4.0, 8.0))
+    lives = lives_of(schedule, costs, late=0.001)
+    found = breakdown(lives, list(mini_batches(lives)))
+    request = PlanRequest("gpipe", 3, 24, "never", "even")
+    advice = advise(NetworkFacts(layers), request, even, found, 2)
+    assert advice.option.startswith("--schedule ")
+    assert advice.text.startswith("stage 2 takes 71% longer than the mean: --schedule ")
+
+
 def test_data_that_takes_long_is_named() -> None:
     time = WorkerTime(0, (0,), forward=1.0, backward=2.0)
     time.idle[DATA] = 3.0
