@@ -95,6 +95,21 @@ def test_a_network_that_needs_numbers_is_measured_in_order(jobs: Jobs) -> None:
     assert run.plan["facts"]["layers"][1]["saved_bytes"] > 0
 
 
+EXISTING = """
+_net = model()
+
+def model():
+    return [lambda layer=layer: layer for layer in _net]
+"""
+
+
+def test_layers_that_existed_before_are_measured_without_a_change(jobs: Jobs) -> None:
+    measured, without = (train(jobs, *w, source=JOB + EXISTING) for w in ((), UNPLANNED))
+    assert "measured 3 unlike layers of 8" in measured.log("coordinator")
+    assert numbers(measured) == numbers(without)
+    assert_same(measured, without)
+
+
 def test_a_home_that_cannot_be_written_is_no_error(
     jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

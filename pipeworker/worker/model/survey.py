@@ -168,19 +168,31 @@ class Survey:
 
 
 def fresh_layer(entry: job_file.Entry, index: int, seed: int, *, real: bool = True) -> nn.Module:
-    """Build a layer, or copy it: the layer that will train must not change.
+    """Build or copy a layer: the layer that will train must not change.
 
-    With `real`, parameters without memory get some.
+    A callable may return the same module each time, for example one of a pretrained network, so
+    that what it returns is copied too, if it can be. With `real`, parameters without memory get
+    some; without it, the process does not train.
     """
     if isinstance(entry, nn.Module):
-        # A buffer's own deep copy shares its memory, and a fake buffer has none.
-        memo: dict[int, Any] = {id(b): b.detach().clone() for b in entry.buffers()}
-        memo |= computed_attributes(entry)
-        return copy.deepcopy(entry, memo | copies_of_hollow(entry, real=real))
+        return _copied(entry, real=real)
     rng.seed_all(rng.build_seed(seed, index))
     built = job_file.build(entry, index)
     reject_lazy_layer(built, index)
-    return built
+    if not real:
+        return built
+    try:
+        return _copied(built, real=True)
+    except Exception as error:  # it holds an object that cannot be copied, as a lock
+        log.info("layer %d is not copied: %s", index, blame.problem(error))
+        return built
+
+
+def _copied(layer: nn.Module, *, real: bool) -> nn.Module:
+    # A buffer's own deep copy shares its memory, and a fake buffer has none.
+    memo: dict[int, Any] = {id(b): b.detach().clone() for b in layer.buffers()}
+    memo |= computed_attributes(layer)
+    return copy.deepcopy(layer, memo | copies_of_hollow(layer, real=real))
 
 
 def pack_outline(outline: Outline) -> bytes:

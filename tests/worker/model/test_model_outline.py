@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -293,3 +294,23 @@ def test_a_layer_is_copied_though_its_weight_has_a_graph() -> None:
     torch.nn.init.zeros_(layer.get_parameter("weight_g"))
     assert torch.equal(copied(x), expected)
     assert layer(x).ne(expected).any()
+
+
+def test_a_layer_that_a_callable_returns_is_copied() -> None:
+    """It may be the layer that will train."""
+    existing = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    copied = fresh_layer(lambda: existing, 0, 0)
+    ids = {id(tensor) for tensor in (*existing.parameters(), *existing.buffers())}
+    for tensor in (*copied.parameters(), *copied.buffers()):
+        assert id(tensor) not in ids
+        tensor.detach().fill_(7)
+    assert not any((tensor == 7).any() for tensor in existing.state_dict().values())
+
+
+def test_a_layer_that_cannot_be_copied_is_used_itself() -> None:
+    class Locked(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 3)
+            self.lock = threading.Lock()
+
+    assert isinstance(fresh_layer(Locked, 0, 0), Locked)
