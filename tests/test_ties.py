@@ -136,6 +136,68 @@ def test_mistakes(jobs: Jobs, tied: str, message: str) -> None:
     assert message in run.stderr
 
 
+SHARED = """
+    _tok, _twice = Tok(), nn.Linear(8, 8)
+
+    class Tail(nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.table = weight
+
+        forward = Head.forward
+
+    def model():
+        return [lambda: _tok, lambda: _twice, nn.Tanh, lambda: _twice, lambda: Tail(_tok.table)]
+"""
+PAIRS = (("0.table", "4.table"), ("1.weight", "3.weight"), ("1.bias", "3.bias"))
+
+
+@pytest.mark.parametrize("stages", ["1", "2", "5"])
+def test_layers_that_share_a_parameter_must_declare_it(jobs: Jobs, stages: str) -> None:
+    source = f"{textwrap.dedent(EAGER + SHARED)}\ntied = {list(PAIRS[1:])}\n"
+    run = jobs.run("--stages", stages, "--microbatches", "2", source=source)
+    assert run.status == 2, run.stderr
+    assert (
+        f"layers 0 and 4: were built with one parameter in both; declare it, tied = [{PAIRS[0]}]"
+        in (run.stderr)
+    )
+
+
+def test_declared_ties_of_layers_that_share_parameters_are_equal_on_all_stages(jobs: Jobs) -> None:
+    source = f"{textwrap.dedent(EAGER + SHARED)}\ntied = {list(PAIRS)}\n"
+    runs = [
+        jobs.train("--stages", stages, "--microbatches", "3", source=source)
+        for stages in ("1", "2", "5")
+    ]
+    for run in runs[1:]:
+        same(runs[0], run)
+    weights = runs[0].weights
+    assert all(torch.equal(weights[one], weights[other]) for one, other in PAIRS)
+
+
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_tied_weights_are_not_those_that_a_cache_keeps(jobs: Jobs, stages: str) -> None:
+    cached = """
+    import functools
+
+    @functools.cache
+    def tok():
+        return Tok()
+
+    def head():
+        made = Head()
+        made.table = tok().table
+        return made
+
+    def model():
+        return [tok, nn.Tanh, head]
+    """
+    source = textwrap.dedent(EAGER + cached) + "\ntied = [('0.table', '2.table')]\n"
+    run = jobs.run("--stages", stages, "--microbatches", "2", source=source)
+    assert run.status == 2, run.stderr
+    assert "tied: a function of the job keeps the parameter 0.table = 2.table" in run.stderr
+
+
 BY_NAME = """
     def optimizer(named_parameters):
         for name, p in named_parameters:

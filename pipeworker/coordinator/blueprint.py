@@ -8,7 +8,7 @@ that number is announced. Each replica runs the schedule of its own part.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipeworker.coordinator.effects import Commit
@@ -177,6 +177,17 @@ class Blueprint:
         built = {b.stage: (b.first, b.first + len(b.layers)) for b in ready.stages}
         if built != planned:
             raise ProtocolError(f"stages {built} were built instead of {planned}")
+
+    def check_apart(self, ready: Iterable[Ready]) -> None:
+        """Check that workers have built layers of one parameter only where these are tied.
+
+        Raises:
+            UsageError: layers on different stages share a parameter.
+        """
+        names: dict[str, set[str]] = {}
+        for parameter in (one for worker in ready for one in worker.existing):
+            names.setdefault(parameter.origin, set()).add(parameter.name)
+        ties.check_declared(names.values(), self.ties)
 
     def for_replica(self, microbatches: int, replica: int) -> tuple[Schedule, LiveMicroBatches]:
         """Return the schedule of a replica's part of a mini-batch; replica 0 has the largest."""

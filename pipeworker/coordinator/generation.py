@@ -160,6 +160,7 @@ class Generation(FactFinding):
         if not self.is_last(message.rank):
             return []
         workers = [(m.hello, m.ready) for m in self.members if m.ready]
+        self.blueprint.check_apart(ready for _, ready in workers)
         batch = common_batch(self.placement, [ready.batch for _, ready in workers], 1)
         plan, line = report.planned(self.blueprint, workers, self.progress.facts)
         self.loop.start(batch, line.steps)

@@ -1,4 +1,4 @@
-"""Connections of layers besides their order: skips, tied weights, shared buffers."""
+"""Connections of layers besides their order: skips, tied weights, shared tensors."""
 
 from __future__ import annotations
 
@@ -31,3 +31,14 @@ class Tie:
 
     names: tuple[str, ...]
     stages: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Existing:
+    """A parameter of a built layer that existed before, named as in ``nn.Sequential(*layers)``.
+
+    Places of one parameter have one `origin`, in every process of a job.
+    """
+
+    name: str
+    origin: str

@@ -9,6 +9,9 @@ from pipeworker.facts.connections import Tie
 from pipeworker.facts.layer_names import is_numbered, layer_of
 from pipeworker.plan.partition import stages_of_layers
 
+_MOST_SHOWN = 4
+"""The most parameters that the error for undeclared ones names."""
+
 
 def declared(groups: Iterable[Sequence[str]], layers: int) -> tuple[Tie, ...]:
     """Return the ties that a job file declares, each by the names of the parameter in its places.
@@ -35,6 +38,29 @@ def declared(groups: Iterable[Sequence[str]], layers: int) -> tuple[Tie, ...]:
             seen.add(name)
         found.append(Tie(tuple(sorted(names, key=lambda name: (layer_of(name), name)))))
     return tuple(found)
+
+
+def check_declared(groups: Iterable[Iterable[str]], ties: Iterable[Tie]) -> None:
+    """Check that parameters which callables share are tied.
+
+    Args:
+        groups: for each parameter, its names in the layers that were built with it.
+        ties: the ties of the model.
+
+    Raises:
+        UsageError: a parameter has several names that no tie has.
+    """
+    tied = [{*tie.names} for tie in ties]
+    places = [tuple(sorted({*group}, key=lambda name: (layer_of(name), name))) for group in groups]
+    lacking = [names for names in places if len(names) > 1 and not any(t >= {*names} for t in tied)]
+    if not lacking:
+        return
+    layers = " and ".join(dict.fromkeys(str(layer_of(name)) for name in lacking[0]))
+    shown = ", ".join(map(str, lacking[:_MOST_SHOWN])) + ", …" * (len(lacking) > _MOST_SHOWN)
+    raise UsageError(
+        f"layers {layers}: were built with one parameter in both; declare it, tied = [{shown}], or "
+        "build a new module for each layer"
+    )
 
 
 def placed(ties: Iterable[Tie], ranges: Sequence[tuple[int, int]]) -> tuple[Tie, ...]:

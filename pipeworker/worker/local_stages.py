@@ -10,6 +10,7 @@ from typing import Any
 
 from pipeworker.errors import UsageError
 from pipeworker.exact_sum import partials
+from pipeworker.facts.connections import Existing
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.facts.position import Phase
 from pipeworker.host import streams
@@ -42,6 +43,7 @@ class LocalStages:
         names: names of all layers of the model in the user's module.
         ties: ties by stage, of the stages that have places of tied weights.
         aliases: the first name of a tied weight in the user's module, by each further name.
+        existing: the parameters of the layers that existed before a callable built the layer.
         unmatched: number of names of ``--init-from`` without a counterpart.
         adapters: what makes peft's own folder of the model's weights, if it has adapters.
         resources: closes the stages, which restores the modules' settings.
@@ -52,6 +54,7 @@ class LocalStages:
     updaters: dict[int, Updater]
     ties: dict[int, Ties]
     aliases: dict[str, str]
+    existing: tuple[Existing, ...]
     unmatched: int
     adapters: Mapping[str, Any] | None
     resources: ExitStack
@@ -183,7 +186,7 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
             if unmatched:
                 streams.note(f"warning: --init-from {options.init_from}: {initial.diff.summary()}")
         return LocalStages(
-            *(names, stages, updaters, ties, aliases, unmatched),
+            *(names, stages, updaters, ties, aliases, tuple(model.existing), unmatched),
             model.adapters() if 0 in stages else None,
             resources.pop_all(),
         )

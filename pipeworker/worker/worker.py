@@ -180,6 +180,7 @@ class Worker:
             stages.unmatched,
             loaded.reader.length,
             unit_of(loaded.device),
+            stages.existing,
         )
 
     def record(self) -> None:

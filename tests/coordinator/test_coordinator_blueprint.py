@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from pipeworker.facts.connections import SharedBuffer, Skip, Tie
+from pipeworker.coordinator.lifecycle import State
+from pipeworker.facts.connections import Existing, SharedBuffer, Skip, Tie
 from pipeworker.facts.failure import Cause
 from pipeworker.plan.actions import COMPUTE, Kind
 from pipeworker.wire.messages.plan import Described, Plan, StageRange
-from support.coordinator import LAYERS, ScriptedJob, sent_to
+from support.coordinator import BATCH, LAYERS, ScriptedJob, ready_of, sent_to
 
 
 def test_a_specified_balance_is_used() -> None:
@@ -115,6 +117,25 @@ def test_workers_must_have_the_same_initial_weights() -> None:
     job.receive(Described(1, LAYERS, (), weights=2))
     assert "model: the initial weights differ from rank to rank" in job.failure.message
     assert job.ended.exit_status == 2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_parameter_of_layers_on_two_workers_must_be_tied(tied: bool) -> None:
+    ties = (Tie(("0.weight", "4.table")),) if tied else ()
+    job = ScriptedJob(2)
+    job.join()
+    for rank in (0, 1):
+        job.receive(Described(rank, LAYERS, (), ties=ties))
+    for rank, name in enumerate(("0.weight", "4.table")):
+        (plan,) = job.sent(rank, Plan)
+        built = ready_of(rank, plan, LAYERS, None if rank else BATCH)
+        own = Existing(f"{3 * rank}.bias", f"of {rank}")
+        job.receive(replace(built, existing=(own, Existing(name, "emb"))))
+    if tied:
+        assert job.state() is State.STEPPING
+    else:
+        assert job.failure.message.startswith("layers 0 and 4: were built with one parameter")
+        assert job.ended.exit_status == 2
 
 
 def test_stages_whose_layers_are_all_frozen_have_no_needless_backward() -> None:

@@ -97,6 +97,11 @@ def model(**wrong: object) -> list[object]:
     return [wrong.get(name, value) for name, value in zip(names, right, strict=True)]
 
 
+def ready(*existing: list[str]) -> list[object]:
+    """Return the fields of a Ready of one stage with three layers."""
+    return [0, [[0, 0, ["Linear"] * 3, 1, 0]], "cpu", None, 0, 0, "", [*existing]]
+
+
 def kind(**wrong: object) -> list[object]:
     """Return the fields of a LayerKind, some of them replaced."""
     found = LayerKind("digest", 0, b"")
@@ -200,7 +205,10 @@ WRONG = [
         [0, ["a"], [layer_facts(update=math.inf)], None, "", 0.0],
         "negative or unbounded",
     ),
-    ("Ready", [0, [], "cpu", None, 0, 0, "x" * 513], "too many names of devices, or too long ones"),
+    ("Ready", [0, [], "cpu", None, 0, 0, "x" * 513, []], "names of devices, or too long ones"),
+    ("Ready", ready(["0.weight", "x" * 513]), "too many names of parameters, or too long ones"),
+    ("Ready", ready(["weight", ""]), "a parameter 'weight'"),
+    ("Ready", ready(["3.weight", ""]), "a parameter '3.weight'"),
     (
         "Failed",
         [0, ["Failure", ["exit", "", 0, [0, -1, -1, -1], "", "", "", 256, False]], False],

@@ -12,7 +12,7 @@ from pipeworker.facts.connections import Tie
 from pipeworker.plan.actions import parse_actions
 from pipeworker.plan.check import check
 from pipeworker.plan.text import parse
-from pipeworker.plan.ties import declared, pairs, placed
+from pipeworker.plan.ties import check_declared, declared, pairs, placed
 from support.orders import build
 
 RANGES = [(0, 2), (2, 4), (4, 5)]
@@ -40,6 +40,19 @@ def test_declared_ties_are_in_model_order() -> None:
 def test_mistakes_are_named(groups: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         declared(groups, 5)
+
+
+def test_layers_that_were_built_with_one_parameter_are_tied_or_an_error() -> None:
+    groups = [{"10.weight", "2.weight"}, {"2.bias"}, {"2.a", "3.a"}]
+    ties = [Tie(("2.weight", "10.weight", "11.weight"), (0, 1, 1)), Tie(("2.a", "3.a"), (0, 0))]
+    check_declared(groups, ties)
+    with pytest.raises(
+        UsageError, match=r"layers 2 and 10: .* tied = \[\('2.weight', '10.weight'\)\]"
+    ):
+        check_declared(groups, ties[1:])
+    many = [(f"0.{index}", f"1.{index}") for index in range(5)]
+    with pytest.raises(UsageError, match=r"layers 0 and 1: .*\('0.3', '1.3'\), …\], or build"):
+        check_declared(many, ())
 
 
 def test_stages_with_places_of_a_weight_exchange_gradients() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeworker.facts.connections import SharedBuffer, Skip, Tie
+from pipeworker.facts.connections import Existing, SharedBuffer, Skip, Tie
 from pipeworker.facts.layer_names import LayerNames, is_numbered
 from pipeworker.facts.limits import LONGEST_TEXT, MOST_NOTES, MOST_TYPES, check, check_names
 from pipeworker.facts.outline import Machine, Outline
@@ -123,6 +123,7 @@ class Ready:
         epoch_length: mini-batches in an epoch, from the worker that reads the data; 0 if unknown.
         accelerator: identifies the device on its host, whatever its number in the process; empty
             for the CPU.
+        existing: the parameters of its layers that existed before a callable built the layer.
     """
 
     rank: int
@@ -132,9 +133,14 @@ class Ready:
     unmatched: int = 0
     epoch_length: int = 0
     accelerator: str = ""
+    existing: tuple[Existing, ...] = ()
 
     def __post_init__(self) -> None:
         check_names((self.device, self.accelerator), "names of devices")
+        stop = max((one.first + len(one.layers) for one in self.stages), default=0)
+        for parameter in self.existing:
+            check_names((parameter.name, parameter.origin), "names of parameters")
+            check(is_numbered(parameter.name, stop), f"a parameter {parameter.name!r}")
 
 
 @dataclass(frozen=True, slots=True)

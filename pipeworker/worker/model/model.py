@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from pipeworker.errors import ProtocolError, UsageError, a_type
-from pipeworker.facts.connections import SharedBuffer, Tie
-from pipeworker.facts.layer_names import LayerNames, layer_of, split_numbered
+from pipeworker.facts.connections import Existing, SharedBuffer, Tie
+from pipeworker.facts.layer_names import LayerNames, layer_of, numbered, split_numbered
 from pipeworker.facts.position import Phase
 from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
 from pipeworker.job.file import JobFile
-from pipeworker.plan.ties import declared
+from pipeworker.plan.ties import check_declared, declared
 from pipeworker.record.weights.conversions import Conversion, describe_adapters
 from pipeworker.wire.messages.plan import StageRange
 from pipeworker.worker import blame
 from pipeworker.worker.internals import is_fake, is_hooked
 from pipeworker.worker.model.eval_mode import eval_mode_note
+from pipeworker.worker.model.existing import ByParameter, Origins
 from pipeworker.worker.model.lazy import reject_lazy_layer, reject_lazy_module
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.cut import building
@@ -51,6 +52,7 @@ class Model:
         names: names of the layers in the user's module.
         entries: the layers, or callables that build them.
         cut: how the module is cut, if it is no sequence of layers.
+        existing: the parameters of the built layers that existed before.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Model:
         self._tracker = tracker
         self._make, self._plan_of = job.model, plan_of
         self._order: list[str] = []
-        self._owners: dict[int, int] = {}  # the first layer of each parameter that was built
+        self._first_places = ByParameter()  # the names of parameters in the first layer of each
         self._module: nn.Module | None = None
         self.cut: Cut | None = None
         tracker.set(Phase.BUILDING)
@@ -83,6 +85,8 @@ class Model:
         for index, entry in enumerate(self.entries):
             if isinstance(entry, nn.Module):
                 reject_lazy_layer(entry, index)
+        self._origins = Origins(self.entries)
+        self.existing: list[Existing] = []
 
     def _names_of(self, job: JobFile, layers: list[str]) -> LayerNames:
         if job.names and self.cut is not None:
@@ -242,48 +246,67 @@ class Model:
             UserCodeError: building a layer raised.
         """
         later = [name for tie in tied for name in tie.names[1:]]
-        layers = [
-            self._build(i, [name for name in later if layer_of(name) == i], self._device)
-            for i in range(part.first, part.stop)
-        ]
+        layers: list[nn.Module] = []
+        shared: dict[str, list[str]] = {}
+        for i in range(part.first, part.stop):
+            layers.append(self._build(i, [n for n in later if layer_of(n) == i], self._device))
+            for first, name in self._note_places(i, layers[-1]):
+                shared.setdefault(first, [first]).append(name)
+        check_declared(shared.values(), ())
+        self.existing += self._origins.of(layers, part.first)
         ties = None
         if tied:
             built = dict(enumerate(layers, part.first))
+            self._reject_cached(built, tied)
             ties = Ties(part.stage, tied, built, lambda i: self._build(i, (), None), local_stages)
-        self._check_apart(layers, part.first)
         return layers, ties
 
     def _build(self, index: int, tied: Sequence[str], device: torch.device | None) -> nn.Module:
         """Build a layer; its parameters named in `tied` become objects of their own."""
         self._tracker.set(Phase.BUILDING, layer=index)
         self.hold([StageRange(0, index, index + 1)])
-        entry = self.entries[index]
+        entry, keys = self.entries[index], [split_numbered(name)[1] for name in tied]
         with blame.user_code(f"building {blame.layer(index, self.class_of(index))}", early=True):
             if not isinstance(entry, nn.Module):
                 seed = rng.build_seed(self._seed, index)
                 rng.seed_all(seed, rng.accelerator_generator(self._device))
                 built = job_file.build(entry, index)
                 reject_lazy_layer(built, index)
-            elif tied:
-                built = separate(entry, [split_numbered(name)[1] for name in tied])
+                own = dict(built.named_parameters())
+                keys = [k for k in keys if k in own and self._first_places[own[k]]]
             else:
                 built = entry
+            if keys:
+                built = separate(built, keys)
             self._check_renamed(index, built)
             return built if device is None else built.to(device)
 
-    def _check_apart(self, layers: Sequence[nn.Module], first: int) -> None:
-        """Reject callables that return one module: it would be shared on one stage and not on two.
+    def _note_places(self, index: int, layer: nn.Module) -> Iterator[tuple[str, str]]:
+        """Note a layer's parameters; yield the names of each that an earlier layer has as well."""
+        for key, parameter in layer.named_parameters():
+            name, first = numbered(index, key), self._first_places[parameter]
+            if not first:
+                self._first_places[parameter] = name
+            elif layer_of(first) != index:
+                yield first, name
 
-        Stages of other workers are not seen.
+    def _reject_cached(self, built: Mapping[int, nn.Module], tied: Iterable[Tie]) -> None:
+        """Reject tied weights that the user's code keeps from the first layer which is built.
+
+        Its numbers come from the seed of that layer, which depends on the stages.
         """
-        for index, layer in enumerate(layers, first):
-            for parameter in layer.parameters():
-                owner = self._owners.setdefault(id(parameter), index)
-                if owner != index:
-                    raise UsageError(
-                        f"layers {owner} and {index}: were built with one parameter in both; "
-                        "declare it with tied = [...] and build a new module for each layer"
-                    )
+        own = {
+            numbered(index, key): parameter
+            for index, layer in built.items()
+            for key, parameter in layer.named_parameters()
+        }
+        for tie in tied:
+            if any(name in own and self._origins.is_cached(own[name]) for name in tie.names):
+                raise UsageError(
+                    f"tied: a function of the job keeps the parameter {' = '.join(tie.names)} "
+                    "(functools.cache), and its first numbers are those of the layer that a stage "
+                    "builds first; build a new module for each layer"
+                )
 
     def _check_renamed(self, index: int, layer: nn.Module) -> None:
         """Reject names of parts that a layer does not have."""
