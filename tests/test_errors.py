@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import pipeworker
 from support.jobs import Jobs, Run
+from support.slow import slow
 from support.sources import JOB
 
 HOME = Path(pipeworker.__file__).parents[1]
@@ -259,6 +262,39 @@ def test_a_loss_that_is_not_finite_stops_the_run_if_requested(jobs: Jobs) -> Non
     run = jobs.run("--stages", "2", "--steps", "2", "--stop-on-nan", source=NAN)
     assert "loss is nan at step 1" in check_failed(run, 1)
     assert [row["step"] for row in run.metrics] == [1]
+
+
+UPDATE_FAILS = (
+    JOB
+    + """
+    steps = 0
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure=None):
+            global steps
+            steps += 1
+            if steps == 3 and FAILS:
+                raise ValueError("boom")
+            super().step(closure)
+
+    def optimizer(params):
+        return Failing(params, lr=0.1)
+"""
+)
+
+
+@pytest.mark.parametrize("stages", ["1", pytest.param("2", marks=slow)])
+def test_a_step_whose_update_fails_is_no_step(jobs: Jobs, stages: str) -> None:
+    """A run that is resumed makes the step, and has one row for it."""
+    words = ("--stages", stages, "--microbatches", "2", "--steps", "5", "--checkpoint-every", "2")
+    run = jobs.run(*words, source=UPDATE_FAILS.replace("FAILS", "True"))
+    assert re.match("the optimizer raised ValueError: boom\n  in update: ", check_failed(run, 1))
+    assert [row["step"] for row in run.metrics] == [1, 2]
+    assert run.summary["steps"] == 2
+    (jobs.folder / "job.py").write_text(textwrap.dedent(UPDATE_FAILS.replace("FAILS", "False")))
+    resumed = ("launch", "--resume", "--run-dir", str(run.path), str(jobs.folder / "job.py"))
+    assert jobs.pipeworker(*resumed).returncode == 0
+    assert [row["step"] for row in replace(run).metrics] == [1, 2, 3, 4, 5]
 
 
 def test_optimizer_state_that_cannot_be_saved_is_reported_after_the_first_step(

@@ -80,11 +80,20 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
+class Withdraw:
+    """A request to remove the row of `step`, the last one, because its update has failed."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Discard:
     """A request to remove the unfinished checkpoint of `step`."""
 
     step: int
 
 
-Effect = Send | Log | Dropped | WritePlan | KeepFacts | MakePlan | Commit | Discard | JobLine
+Effect = (
+    Send | Log | Dropped | WritePlan | KeepFacts | MakePlan | Commit | Withdraw | Discard | JobLine
+)
 """A line is sent to the parent; results of steps and of evaluation passes are also recorded."""

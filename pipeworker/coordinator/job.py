@@ -13,7 +13,7 @@ from typing import Any
 from typing_extensions import assert_never
 
 from pipeworker.coordinator import events
-from pipeworker.coordinator.effects import Discard, Dropped, Effect, Log, Send
+from pipeworker.coordinator.effects import Discard, Dropped, Effect, Log, Send, Withdraw
 from pipeworker.coordinator.ending import JobEnd, Lost, Status
 from pipeworker.coordinator.events import Event, MessageReceived
 from pipeworker.coordinator.generation import Generation
@@ -24,6 +24,7 @@ from pipeworker.coordinator.steps.progress import Progress, Start
 from pipeworker.coordinator.steps.snapshots import JobState, Snapshots, snapshot_line
 from pipeworker.coordinator.waiting import BEFORE_STEPS, State
 from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.position import Phase, Position
 from pipeworker.job.options import Options
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.text import name_of
@@ -171,7 +172,7 @@ class Job:
             if self._holds_unsaved and self._elastic.shrink_to_save(room):
                 return self._save_first(end, effects, now)
         self.end = end
-        return [*effects, self._verdict(end, now)]
+        return [*effects, *self._withdrawn(end), self._verdict(end, now)]
 
     def _dispatch(self, event: Event, now: float) -> list[Effect]:
         generation = self.generation
@@ -350,6 +351,21 @@ class Job:
         """Return what the workers do at present, if it has changed."""
         before, self._activity = self._activity, self.generation.activity
         return [] if self._activity == before else [self._activity]
+
+    def _withdrawn(self, end: JobEnd) -> list[Effect]:
+        """Return the request to remove the row of the last step if a worker failed in its update.
+
+        The row is recorded when the update begins. A state that was saved after it shows that the
+        update was complete, whatever the last known position of a lost worker is.
+        """
+        position = end.failure.position if end.failure else Position()
+        step = self.progress.recorded
+        if (position.phase, position.step) != (Phase.UPDATE, step):
+            return []
+        if step <= max(self._newest_state.step, self.progress.saved):
+            return []
+        self.progress.recorded -= 1
+        return [Withdraw(step), Log(f"step {step} is not recorded: its update failed")]
 
     def _verdict(self, end: JobEnd, now: float) -> lines.Verdict:
         failure, causes = end.failure, tuple(self._restarts.causes)

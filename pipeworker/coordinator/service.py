@@ -245,6 +245,8 @@ class Service:
                 self._planner.submit(partial(make_plan, effect), self._handle)
             case effects.Commit():
                 self._files.commit(effect, self._job.placement.stages)
+            case effects.Withdraw():
+                self._files.withdraw_step(effect.step)
             case effects.Discard():
                 self._files.discard(effect.step)
             case lines.Verdict():

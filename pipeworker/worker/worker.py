@@ -233,6 +233,7 @@ class Worker:
 
     def _apply(self, update: Update, worker: PlannedWorker) -> None:
         worker.stages.apply(update)
+        self._tracker.set(Phase.WAITING, update.step)  # a failure from now on is not the update's
         if not (self._has_updated or update.overflow):
             self._has_updated = True
             worker.state.check()  # an optimizer makes its state in its first step

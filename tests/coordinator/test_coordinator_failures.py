@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from pipeworker.coordinator.effects import Log
+from pipeworker.coordinator.effects import Log, Withdraw
 from pipeworker.coordinator.ending import JobEnd, Lost
 from pipeworker.coordinator.events import Disconnected
 from pipeworker.coordinator.roster import JOIN_FACTOR
@@ -377,6 +377,40 @@ def test_a_rank_that_reported_a_secondary_failure_is_not_the_lost_one() -> None:
     job.receive(Failed(1, Failure(Cause.PEER, "1>0 closed")))
     job.tick(TIMINGS.grace)
     assert job.failure.message == "0>1 closed; no worker reported a cause"
+
+
+@pytest.mark.parametrize(
+    ("position", "withdrawn"),
+    [
+        (Position(Phase.UPDATE, 1, layer=3), True),
+        (Position(Phase.WAITING, 1), False),
+        (Position(Phase.FORWARD, 2, 0, 3), False),
+    ],
+)
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_step_whose_update_failed_is_not_recorded(
+    position: Position, withdrawn: bool, lost: bool
+) -> None:
+    job = ScriptedJob(2).running()
+    job.step(1)
+    if lost:
+        job.exited(1, -9, position)
+    else:
+        job.receive(Failed(1, Failure(Cause.USER, "the optimizer raised", position=position)))
+    assert of(job.effects, Withdraw) == [Withdraw(1)] * withdrawn
+    assert job.ended.steps == 1 - withdrawn
+
+
+def test_a_step_that_is_saved_stays_recorded() -> None:
+    """The last known position of a lost worker may be an old one."""
+    job = ScriptedJob(2, checkpoint_every="1").running()
+    job.step(1)
+    for rank in job.ranks:
+        job.receive(Saved(rank, 1))
+    job.checkpoint_committed(1)
+    job.exited(1, -9, Position(Phase.UPDATE, 1))
+    assert of(job.effects, Withdraw) == []
+    assert job.ended.steps == 1
 
 
 def test_a_script_saves_its_last_whole_step_before_it_fails() -> None:

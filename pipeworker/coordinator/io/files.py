@@ -110,6 +110,13 @@ class RunFiles:
                 del row[name]
         self._append(self.run_dir.metrics, row)
 
+    def withdraw_step(self, step: int) -> None:
+        """Remove the row of the last step."""
+        path = self.run_dir.metrics
+        self._write(path, partial(self._rows[path].withdraw, step))
+        if self._extras:
+            self._write_extras(partial(self._extras.withdraw, path, step))
+
     def add_evaluation(self, evaluation: Evaluation) -> None:
         """Append a row of an evaluation pass."""
         self._append(self.run_dir.evaluation, {"step": evaluation.step, **evaluation.row()})

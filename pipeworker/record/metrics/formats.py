@@ -46,6 +46,16 @@ class ExtraFormats:
         if self._events:
             self._events.add(row, "train" if source == self._steps else source.stem)
 
+    def withdraw(self, source: Path, step: int) -> None:
+        """Remove the row of a step, which `source` does not have any more, where that is possible.
+
+        TensorBoard shows no figures of a step behind which a process says that it begins there.
+        """
+        if source in self._tables:
+            self._tables[source].rewrite()
+        if self._events:
+            self._events.begin(step)
+
     def close(self) -> None:
         for table in self._tables.values():
             table.close()
@@ -67,15 +77,14 @@ class CsvTable:
         self._path, self._source = source.with_suffix(".csv"), source
         self._columns = _columns(self._path)
         if not self._columns or _last_step(self._path) != (rows.last(source) or {}).get("step"):
-            self._rewrite()
+            self._write_all()
         else:
             self._open()
 
     def add(self, row: Row) -> None:
         """Add a row that is now the last one of the source."""
         if {*row} - {*self._columns}:
-            self._file.close()
-            self._rewrite()
+            self.rewrite()
         else:
             self._writer.writerow(row)
             self._file.flush()
@@ -87,7 +96,12 @@ class CsvTable:
         self._file = open_file(self._path, "a", encoding="utf-8", errors=_ANY, newline="")
         self._writer = csv.DictWriter(self._file, self._columns, lineterminator="\n")
 
-    def _rewrite(self) -> None:
+    def rewrite(self) -> None:
+        """Write the table anew, because the source has changed."""
+        self._file.close()
+        self._write_all()
+
+    def _write_all(self) -> None:
         self._columns = list(dict.fromkeys(key for row in rows.read(self._source) for key in row))
         with temporary_path(self._path) as temporary:
             with temporary.open("x", encoding="utf-8", errors=_ANY, newline="") as file:
@@ -154,9 +168,13 @@ class TensorBoardEvents:
         name = f"events.out.tfevents.{int(time.time())}.{number:04}.{socket.gethostname()}"
         self._records: Any = RecordWriter((folder / name).open("xb"))
         self._write(file_version=_VERSION)
+        self._session: Any = event_pb2.SessionLog
         if after:
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._write(step=after + 1, session_log=start)
+            self.begin(after + 1)
+
+    def begin(self, step: int) -> None:
+        """Write that what was written before of this step, and of later ones, does not count."""
+        self._write(step=step, session_log=self._session(status=self._session.START))
 
     def add(self, row: Row, group: str) -> None:
         """Write the figures of a row, each under its name in `group`."""

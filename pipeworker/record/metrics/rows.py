@@ -62,6 +62,21 @@ class Rows:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
             self._pending.popleft()
 
+    def withdraw(self, step: int) -> None:
+        """Remove the last row if it is of `step`.
+
+        Raises:
+            OSError: the file was removed.
+        """
+        if self._pending:
+            line = self._pending[-1]
+            if (row := parse(line)) and row["step"] == step:
+                self._pending.pop()
+            return
+        line = next(reversed_lines(self._path), b"")
+        if (row := parse(line)) and row["step"] == step:
+            os.ftruncate(self._file, os.fstat(self._file).st_size - len(line))
+
     def sync(self) -> None:
         """Flush the rows that are written, but not the pending ones, to disk.
 

@@ -30,8 +30,10 @@ class Job:
         self.folder = folder
         self.metrics, self.evaluation = folder / "metrics.jsonl", folder / "evaluation.jsonl"
 
-    def record(self, *steps: Row, passes: tuple[Row, ...] = ()) -> None:
-        """Record rows of steps and evaluations, as one coordinator does."""
+    def record(
+        self, *steps: Row, passes: tuple[Row, ...] = (), withdrawn: int | None = None
+    ) -> None:
+        """Record rows of steps and evaluations, as one coordinator does; withdraw the last step."""
         metrics, evaluation = Rows(self.metrics), None
         extras = ExtraFormats(
             self.metrics, self.evaluation, csv=True, events=self.folder / "events"
@@ -43,6 +45,9 @@ class Job:
             evaluation = evaluation or Rows(self.evaluation)
             evaluation.add(found)
             extras.add(self.evaluation, found)
+        if withdrawn is not None:
+            metrics.withdraw(withdrawn)
+            extras.withdraw(self.metrics, withdrawn)
         extras.close()
 
     def table(self, name: str = "metrics") -> list[dict[str, Any]]:
@@ -94,6 +99,15 @@ def test_repeated_steps_appear_once(job: Job) -> None:
     assert job.table("evaluation") == [row(2), row(4, loss=9.0)]
     assert job.scalars() == expected(row(1), row(2), row(3, loss=7.0))
     assert job.scalars("evaluation/loss") == expected(row(2), row(4, loss=9.0))
+
+
+def test_a_withdrawn_step_does_not_appear(job: Job) -> None:
+    job.record(row(1), row(2), row(3), withdrawn=3)
+    assert job.table() == [row(1), row(2)]
+    assert job.scalars() == expected(row(1), row(2))
+    job.record(row(3, loss=7.0))
+    assert job.table() == [row(1), row(2), row(3, loss=7.0)]
+    assert job.scalars() == expected(row(1), row(2), row(3, loss=7.0))
 
 
 def torn(text: str) -> str:

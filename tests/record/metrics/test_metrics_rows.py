@@ -63,6 +63,22 @@ def test_rows_that_a_full_disk_refuses_are_written_later(
     file.close()
 
 
+def test_the_last_row_is_withdrawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = wrote(tmp_path / "metrics.jsonl", {"step": 1}, {"step": 2}, {"step": 3})
+    file = Rows(path)
+    file.withdraw(2)  # is not the last one
+    file.withdraw(3)
+    assert [row["step"] for row in rows.read(path)] == [1, 2]
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda *_: 0)
+        with pytest.raises(OSError, match="No space left"):
+            file.add({"step": 3})
+        file.withdraw(3)
+    file.add({"step": 4})
+    assert [row["step"] for row in rows.read(path)] == [1, 2, 4]
+    file.close()
+
+
 def test_lines_are_read_from_the_end(tmp_path: Path) -> None:
     path = wrote(tmp_path / "x", *({"step": step, "a": "x" * 90} for step in range(2000)), "{")
     assert path.stat().st_size > 2 * rows.BLOCK_BYTES
