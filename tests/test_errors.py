@@ -297,6 +297,32 @@ def test_a_step_whose_update_fails_is_no_step(jobs: Jobs, stages: str) -> None:
     assert [row["step"] for row in replace(run).metrics] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize(
+    ("words", "stage"), [(("--stages", "1"), 0), (("--stages", "2", "--schedule", "zbv"), 3)]
+)
+def test_before_update_that_raises_names_the_layer(
+    jobs: Jobs, words: tuple[str, ...], stage: int
+) -> None:
+    fails = """
+    steps = 0
+
+    def before_update(params):
+        global steps
+        if params[0].shape == (3, 8):
+            steps += 1
+            assert steps < 2, "boom"
+
+    def model():
+        return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), nn.Tanh(), nn.Linear(8, 3))
+    """
+    run = jobs.run(*words, "--microbatches", "2", "--steps", "3", source=JOB + fails)
+    error = check_failed(run, 1)
+    assert error.startswith(
+        "before_update() raised AssertionError: boom\n"
+        f"  in update: stage {stage}, layer 5 (Linear), step 2\n"
+    )
+
+
 def test_optimizer_state_that_cannot_be_saved_is_reported_after_the_first_step(
     jobs: Jobs,
 ) -> None:

@@ -219,6 +219,7 @@ def _updater(stage: Stage, loaded: LoadedWorker, ties: Ties | None, steps: int) 
         replica=role.replica if role.shards else 0,
         replicas=role.placement.replicas if role.shards else 1,
         steps=steps,
+        tracker=stage.tracker,
     )
     updater.clear()  # gradients that the user's code may have left on modules of its own
     if updater.optimizers.wants_metric and not (options.evaluate_every or options.own_loop):

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from pipeworker.facts.layer_names import layer_of, numbered, shown, split_numbered
+from pipeworker.facts.position import Phase
+from pipeworker.host.position import Tracker
 from pipeworker.job.file import JobFile
 from pipeworker.job.signatures import signature, takes_steps
 from pipeworker.record.checkpoint.stage_state import OptimizerState
@@ -35,7 +37,7 @@ class Updater:
     If several replicas each update a part of the weights, the optimizer gets the part of `replica`
     only; the other parts come from the other replicas. `first` is the index of the first layer in
     the whole model, and `clip_value` bounds each element of the gradients. `steps` is the number of
-    steps of the job, 0 if unknown.
+    steps of the job, 0 if unknown. `tracker` gets the layer whose ``before_update`` runs.
 
     Raises:
         UsageError: ``optimizer`` or ``scheduler`` returned something else.
@@ -59,6 +61,7 @@ class Updater:
         replica: int = 0,
         replicas: int = 1,
         steps: int = 0,
+        tracker: Tracker | None = None,
     ) -> None:
         self._all = list(nn.ModuleList(layers).parameters())  # each once
         self._ties, aliases = ties, ties.aliases if ties else ()
@@ -68,7 +71,11 @@ class Updater:
         self._by_epoch = job.scheduler_interval == "epoch"
         self._before_update = job.before_update
         self._layers = list(enumerate(layers, first))
+        self._layer_of = {
+            id(p): n for n, layer in reversed(self._layers) for p in layer.parameters()
+        }
         self._seed, self._clip_value = seed, clip_value
+        self._tracker = tracker or Tracker()
         self._accelerator = next((rng.accelerator_generator(p.device) for p in self._all), None)
         self.shards = [self.parameters]
         if replicas > 1:
@@ -167,20 +174,24 @@ class Updater:
         for name, parameter in owners:
             if parameter.grad is not None:
                 number = 1 + zlib.crc32(name.encode())
-                self._hook([parameter], update.step, layer_of(name), number)
+                self._seed_all(update.step, layer_of(name), number)
+                self._hook([parameter], update.step)
         seen = {id(parameter) for _, parameter in owners}
         for index, layer in self._layers:
             own = [p for p in layer.parameters() if p.grad is not None and id(p) not in seen]
             seen.update(map(id, own))
             if own:
-                self._hook(own, update.step, index)
+                self._seed_all(update.step, index)
+                self._hook(own, update.step)
+        self._tracker.set(Phase.UPDATE, update.step)
 
     def _seed_all(self, step: int, layer: int, tie: int = 0) -> None:
         rng.seed_all(rng.update_seed(self._seed, step, layer, tie), self._accelerator)
 
-    def _hook(self, parameters: list[nn.Parameter], step: int, layer: int, tie: int = 0) -> None:
+    def _hook(self, parameters: list[nn.Parameter], step: int) -> None:
+        """Call ``before_update`` with parameters of one layer."""
         assert self._before_update
-        self._seed_all(step, layer, tie)
+        self._tracker.set(Phase.UPDATE, step, layer=self._layer_of[id(parameters[0])])
         with user_code("before_update()"):
             self._before_update(parameters)
 

@@ -12,10 +12,14 @@ import torch
 from torch import nn
 
 from pipeworker.errors import UsageError
+from pipeworker.facts.connections import Tie
+from pipeworker.facts.position import Phase, Position
+from pipeworker.host.position import Tracker
 from pipeworker.job.file import JobFile
 from pipeworker.wire.messages.step import Update
 from pipeworker.worker.blame import UserCodeError
 from pipeworker.worker.stage import rng
+from pipeworker.worker.update.ties import Ties
 from pipeworker.worker.update.update import Updater
 
 
@@ -265,6 +269,24 @@ def test_before_update_sees_a_layer_at_a_time_under_a_stream_of_its_own() -> Non
     assert [len(layer) for layer in whole] == [2, 1]  # none without a gradient
     assert whole == drawn(first=0, count=2, step=3) + drawn(first=2, count=2, step=3)
     assert whole != drawn(first=0, count=4, step=4)
+
+
+def test_the_position_has_the_layer_of_before_update() -> None:
+    tracker = Tracker()
+    seen: list[Position] = []
+    tied = [layer(1.0), layer(1.0)]
+    ties = Ties(0, [Tie(("0.0", "4.0"), (1, 0))], {4: tied[1]}, lambda _: tied[0])
+
+    def look(_: list[nn.Parameter]) -> None:
+        seen.append(tracker.get())
+
+    job = JobFile(None, never, sgd, before_update=look)
+    layers = [layer(1.0), tied[1], nn.ReLU(), layer(1.0)]
+    updater = Updater(layers, 3, job, ties=ties, tracker=tracker)
+    ties.add_up({1: [torch.ones(1)]})
+    updater.apply(Update(7))
+    assert seen == [Position(Phase.UPDATE, 7, layer=index) for index in (4, 3, 6)]
+    assert tracker.get() == Position(Phase.UPDATE, 7)  # of the optimizer
 
 
 def test_what_an_update_draws_on_an_accelerator_does_not_depend_on_what_ran_before(
