@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 
 import pytest
@@ -66,20 +67,24 @@ KINDS = JOB.replace(
 ).replace("nn.ReLU(),", "nn.LayerNorm(16), Dies(),")
 KINDS = f"import os\nfrom pathlib import Path\n{textwrap.dedent(KINDS)}"
 """Muon for matrices and AdamW for all else: a stage with the layer norm alone has no Muon."""
+BOTH = re.sub(r"\n    if \w+:\n    ", "\n", KINDS)
+"""The same, and each stage makes both optimizers, whatever parameters it has."""
 
 
-@slow
-def test_several_optimizers_equal_the_plain_loop(jobs: Jobs) -> None:
+@pytest.mark.parametrize(
+    "source", [pytest.param(KINDS, marks=slow), BOTH], ids=["those needed", "both"]
+)
+def test_several_optimizers_equal_the_plain_loop(jobs: Jobs, source: str) -> None:
     """Also after a lost worker, and resumed with other stages, of which some lack an optimizer."""
-    losses, weights, state = plain_loop(jobs.write(KINDS), microbatches=4, steps=6)
+    losses, weights, state = plain_loop(jobs.write(source), microbatches=4, steps=6)
     assert len(state) == 8
     words = ("--microbatches", "4", "--recompute", "never")
     apart = ("--stages", "4", "--balance", "1,1,2,2")
-    whole = jobs.train("--stages", "1", *words, source=KINDS)
+    whole = jobs.train("--stages", "1", *words, source=source)
     (jobs.folder / "armed").touch()
-    lost = jobs.train(*apart, *words, "--snapshot-every", "1", source=KINDS)
+    lost = jobs.train(*apart, *words, "--snapshot-every", "1", source=source)
     assert lost.summary["restarts"] == 1
-    cut = jobs.train(*apart, *words, "--steps", "3", source=KINDS)
+    cut = jobs.train(*apart, *words, "--steps", "3", source=source)
     resume = ("launch", "--resume", "--run-dir", str(cut.path), "--stages", "2", "--steps", "6")
     done = jobs.pipeworker(*resume, str(jobs.folder / "job.py"))
     assert done.returncode == 0, done.stderr

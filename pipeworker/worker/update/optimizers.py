@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch import nn
 from pipeworker.errors import UsageError, a_type
 from pipeworker.job.file import JobFile
 from pipeworker.job.signatures import call_scheduler
-from pipeworker.worker.blame import user_code
+from pipeworker.worker.blame import blame_user, user_code
+from pipeworker.worker.update.empty_groups import accepting_empty_groups, has_parameters
 
 Optimizer = torch.optim.Optimizer
 _Plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
@@ -28,7 +30,7 @@ class StageOptimizers:
 
     Attributes:
         returned: what the job's ``optimizer`` returned: one optimizer, or a list of them.
-        all: the optimizers.
+        all: those of them that have parameters of the stage.
         leading: the optimizer with the first parameter that the stage trains. The model's first
             one is on the first stage for any number of stages.
         schedulers: for each optimizer its scheduler, or None; empty without schedulers.
@@ -39,6 +41,8 @@ class StageOptimizers:
     leading: Optimizer | None = None
     schedulers: Sequence[Any] = ()
     _make_schedulers: Callable[[], Any] | None = None
+    _used: Sequence[bool] = ()
+    """For each optimizer that was returned, whether it has parameters of the stage."""
 
     @classmethod
     def make(
@@ -56,18 +60,25 @@ class StageOptimizers:
             UsageError: a function returned something else.
             UserCodeError: a function raised.
         """
-        with user_code("optimizer()", early=True):
-            returned = job.optimizer(arguments)
+        try:
+            with accepting_empty_groups():
+                returned = job.optimizer(arguments)
+        except BaseException as error:
+            is_lookup = isinstance(error, (LookupError, StopIteration))
+            note = "each stage calls it with its own parameters alone" if is_lookup else ""
+            blame_user("optimizer()", error, early=True, note=note)
         every = list(returned) if isinstance(returned, (list, tuple)) else [returned]
         for one in every:
             _check_optimizer(one, a_list=one is not returned)
         leading = _leading(returned, every, own)
-        made = cls(returned, every, leading)
+        used = [has_parameters(one) for one in every]
+        made = cls(returned, list(compress(every, used)), leading, _used=used)
         if job.scheduler is not None:
             made._make_schedulers = partial(call_scheduler, job.scheduler, returned, steps)
             with user_code("scheduler()", early=True):
                 schedulers = made._make_schedulers()
-            made.schedulers = _checked_schedulers(schedulers, made)
+            schedulers = _checked_schedulers(schedulers, returned, every)
+            made.schedulers = list(compress(schedulers, used))
         return made
 
     @property
@@ -117,7 +128,8 @@ class StageOptimizers:
         with user_code("the scheduler"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the optimizer makes no step in between
             made = self._make_schedulers()
-            self.schedulers = made if isinstance(made, (list, tuple)) else [made]
+            every = made if isinstance(made, (list, tuple)) else [made]
+            self.schedulers = list(compress(every, self._used))
             for _ in range(count):
                 self.step_schedulers()
 
@@ -159,13 +171,14 @@ def _leading(
     return leading
 
 
-def _checked_schedulers(returned: Any, optimizers: StageOptimizers) -> Sequence[Any]:
-    """Return the scheduler of each optimizer.
+def _checked_schedulers(
+    returned: Any, optimizers: Any, every: Sequence[Optimizer]
+) -> Sequence[Any]:
+    """Return the scheduler of each optimizer; `optimizers` is one, or a list of `every` one.
 
     For several optimizers they are a list, so that none is left to one that another stage lacks.
     """
-    every = optimizers.all
-    if optimizers.returned is every[0]:
+    if optimizers is every[0]:
         schedulers = [returned]
     elif isinstance(returned, (list, tuple)) and len(returned) == len(every):
         schedulers = list(returned)
@@ -177,7 +190,7 @@ def _checked_schedulers(returned: Any, optimizers: StageOptimizers) -> Sequence[
             "a list with a scheduler, or None, for each of them"
         )
     for scheduler, optimizer in zip(schedulers, every, strict=True):
-        if scheduler is not None or optimizer is optimizers.returned:
+        if scheduler is not None or optimizer is optimizers:
             _check_scheduler(scheduler, optimizer)
     return schedulers
 

@@ -11,6 +11,7 @@ from torch import nn
 from pipeworker.errors import UsageError
 from pipeworker.job.file import JobFile
 from pipeworker.wire.messages.step import Update
+from pipeworker.worker.blame import UserCodeError
 from pipeworker.worker.update.update import Updater
 
 schedules = torch.optim.lr_scheduler
@@ -61,6 +62,62 @@ def test_a_stage_may_have_fewer() -> None:
     updater = make([nn.LayerNorm(2)], scheduler=halving)
     step(updater)
     assert rates(updater) == [0.125]
+
+
+def both(params: Any) -> list[torch.optim.Optimizer]:
+    """Return an optimizer for matrices and one for all else, whatever parameters a stage has."""
+    large, small = (p for p in params if p.dim() > 1), (p for p in params if p.dim() < 2)
+    return [torch.optim.SGD(large, lr=0.5), torch.optim.SGD(small, lr=0.25)]
+
+
+def each_its_own(every: Any) -> list[Any]:
+    return [schedules.ExponentialLR(every[0], 0.1), schedules.ExponentialLR(every[1], 0.5)]
+
+
+def test_an_optimizer_may_have_no_parameters_of_a_stage() -> None:
+    updater = make([nn.LayerNorm(2)], both, each_its_own)
+    assert updater.optimizers.learning_rate == 0.25
+    step(updater)
+    assert rates(updater) == [0.125]
+    assert len(updater.states) == 1
+    updater.optimizers.restart_schedulers(2)
+    assert rates(updater) == [0.0625]
+    with pytest.raises(ValueError, match="empty parameter list"):  # torch is as before
+        torch.optim.SGD([], lr=0.5)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2, bias=False)])
+def test_groups_with_names_may_have_no_parameters(layer: nn.Module) -> None:
+    def grouped(named_parameters: Any) -> torch.optim.Optimizer:
+        small = [(name, p) for name, p in named_parameters if p.dim() < 2]
+        large = [(name, p) for name, p in named_parameters if p.dim() > 1]
+        groups: list[dict[str, Any]] = [{"params": small}, {"params": large, "lr": 0.25}]
+        made = torch.optim.SGD(groups, lr=0.5)
+        made.add_param_group({"params": iter(())})
+        return made
+
+    updater = make([layer], grouped)
+    groups = updater.optimizers.all[0].param_groups
+    assert [group["lr"] for group in groups] == [0.5, 0.25, 0.5]
+    assert [len(group["param_names"]) for group in groups] == [
+        *(len(group["params"]) for group in groups)
+    ]
+    assert sum(len(group["params"]) for group in groups) == len(updater.parameters)
+    step(updater)
+
+
+@pytest.mark.parametrize("wrong", [3, None, torch.zeros(2)])
+def test_parameters_that_torch_rejects_are_an_error_of_its_own(wrong: Any) -> None:
+    with pytest.raises(UserCodeError, match=r"optimizer\(\) raised TypeError"):
+        make([nn.Linear(2, 2)], lambda params: torch.optim.SGD(wrong, lr=0.1))
+
+
+def test_a_parameter_that_another_stage_has_is_explained() -> None:
+    def chosen(named_parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([dict(named_parameters)["7.weight"]], lr=0.1)
+
+    with pytest.raises(UserCodeError, match=r"'7.weight' \(each stage calls it with its own"):
+        make([nn.Linear(2, 2)], chosen)
 
 
 @pytest.mark.parametrize(
