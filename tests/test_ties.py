@@ -175,6 +175,33 @@ def test_declared_ties_of_layers_that_share_parameters_are_equal_on_all_stages(j
     assert all(torch.equal(weights[one], weights[other]) for one, other in PAIRS)
 
 
+@pytest.mark.parametrize(
+    ("model", "user"),
+    [
+        ("nn.Sequential(_tok, nn.Linear(8, 8), User())", "layer 2 (User)"),
+        ("[_tok, nn.Tanh(), lambda x: x @ _tok.table.t()]", "layer 2 (lambda)"),
+        ("[lambda: _tok, nn.Tanh, User]", "layer 2 (User)"),
+    ],
+)
+@pytest.mark.parametrize("stages", ["1", "3"])
+def test_a_forward_that_uses_a_parameter_of_another_layer_is_an_error(
+    jobs: Jobs, model: str, user: str, stages: str
+) -> None:
+    uses = f"""
+    _tok = Tok()
+
+    class User(nn.Module):
+        def forward(self, x):
+            return x @ _tok.table.t()
+
+    def model():
+        return {model}
+    """
+    run = jobs.run("--stages", stages, "--microbatches", "2", source=EAGER + uses)
+    assert run.status == 2, run.stderr
+    assert f"error: {user}: uses the parameter 0.table of another layer" in run.stderr
+
+
 @pytest.mark.parametrize("stages", ["1", "2"])
 def test_tied_weights_are_not_those_that_a_cache_keeps(jobs: Jobs, stages: str) -> None:
     cached = """

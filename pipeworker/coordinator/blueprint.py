@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from pipeworker.coordinator.effects import Commit
 from pipeworker.coordinator.steps.snapshots import Writing
 from pipeworker.errors import ProtocolError, UsageError
-from pipeworker.facts.connections import Skip, Tie
-from pipeworker.facts.layer_names import LayerNames, shown
+from pipeworker.facts.connections import Borrowed, Skip, Tie
+from pipeworker.facts.layer_names import LayerNames, layer_of, shown
 from pipeworker.facts.position import Position
 from pipeworker.facts.step import Batch
 from pipeworker.job.options import Options
@@ -188,6 +188,17 @@ class Blueprint:
         for parameter in (one for worker in ready for one in worker.existing):
             names.setdefault(parameter.origin, set()).add(parameter.name)
         ties.check_declared(names.values(), self.ties)
+
+    def check_borrowed(self, ready: Iterable[Ready], uses: Iterable[Borrowed]) -> None:
+        """Check that no layer of another worker has a parameter that a layer or the loss uses.
+
+        Raises:
+            UsageError: one has it.
+        """
+        for use in uses:
+            for parameter in (one for worker in ready for one in worker.existing):
+                if parameter.origin == use.origin and layer_of(parameter.name) != use.layer:
+                    raise ties.used_elsewhere(use.user, parameter.name)
 
     def for_replica(self, microbatches: int, replica: int) -> tuple[Schedule, LiveMicroBatches]:
         """Return the schedule of a replica's part of a mini-batch; replica 0 has the largest."""

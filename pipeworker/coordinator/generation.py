@@ -191,6 +191,9 @@ class Generation(FactFinding):
         if not self.is_last(message.rank):
             return []
         done = [m.done for m in self.members if m.done]
+        if uses := [use for one in done for use in one.borrowed]:
+            assert self.blueprint
+            self.blueprint.check_borrowed([m.ready for m in self.members if m.ready], uses)
         warnings = [Warned(text) for text in self.snapshots.step_done(done, self.writers)]
         due = self.loop.step_done(done, now)
         if self.interrupted is not None and isinstance(self.loop, FileLoop) and self.loop.evaluates:

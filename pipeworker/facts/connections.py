@@ -42,3 +42,15 @@ class Existing:
 
     name: str
     origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """The use of a parameter with an `origin` by `layer`, which does not have it; or by the loss.
+
+    `user` is what messages call the layer or the loss, which counts as the last layer.
+    """
+
+    user: str
+    layer: int
+    origin: str

@@ -9,6 +9,7 @@ from pipeworker.facts.connections import Tie
 from pipeworker.facts.layer_names import is_numbered, layer_of
 from pipeworker.plan.partition import stages_of_layers
 
+_HOW = "declare it (tied = [...]) if callables build them"
 _MOST_SHOWN = 4
 """The most parameters that the error for undeclared ones names."""
 
@@ -60,6 +61,22 @@ def check_declared(groups: Iterable[Iterable[str]], ties: Iterable[Tie]) -> None
     raise UsageError(
         f"layers {layers}: were built with one parameter in both; declare it, tied = [{shown}], or "
         "build a new module for each layer"
+    )
+
+
+def used_elsewhere(user: str, name: str) -> UsageError:
+    """Return the error for a layer, or the loss, that uses a parameter which another layer has.
+
+    Args:
+        user: what the message calls the layer or the loss.
+        name: the name of the parameter in the other layer.
+    """
+    remedy = f"tie it: make it a parameter of both layers, and {_HOW}"
+    if user == "loss()":
+        remedy = "have a layer compute with it, and return the result"
+    return UsageError(
+        f"{user}: uses the parameter {name} of another layer, which on another stage is a copy "
+        f"that no update changes; {remedy}"
     )
 
 

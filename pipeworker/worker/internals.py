@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cache
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +83,9 @@ itself, which does not run the leaf's hooks."""
 SAVED_PREFIX = "_raw_saved_"
 """The prefix of a graph node's attributes with its saved tensors, which show whether a saved-tensor
 hook unpacks them."""
+sequence_of: Callable[[Any], int] = methodcaller("_sequence_nr")
+"""Returns the number of a graph's node, in the order in which a thread made them, to distinguish
+the nodes of a layer from those before it."""
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Returns the number of changes in place that a tensor and its views have had."""
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeworker.errors import UsageError
 from pipeworker.exact_sum import partials
-from pipeworker.facts.connections import Existing
+from pipeworker.facts.connections import Borrowed, Existing
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.facts.position import Phase
 from pipeworker.host import streams
@@ -24,6 +24,7 @@ from pipeworker.worker.blame import kind_of, user_code
 from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.stage.batchnorm import count_batch_norms
+from pipeworker.worker.stage.borrowed import Borrowing
 from pipeworker.worker.stage.layers import StageConfig, reporting_compilation
 from pipeworker.worker.stage.offload import Copies, StreamCopies
 from pipeworker.worker.stage.skips import StageSkips
@@ -44,6 +45,7 @@ class LocalStages:
         ties: ties by stage, of the stages that have places of tied weights.
         aliases: the first name of a tied weight in the user's module, by each further name.
         existing: the parameters of the layers that existed before a callable built the layer.
+        borrowing: has found uses of parameters that no layer of this worker has.
         unmatched: number of names of ``--init-from`` without a counterpart.
         adapters: what makes peft's own folder of the model's weights, if it has adapters.
         resources: closes the stages, which restores the modules' settings.
@@ -55,6 +57,7 @@ class LocalStages:
     ties: dict[int, Ties]
     aliases: dict[str, str]
     existing: tuple[Existing, ...]
+    borrowing: Borrowing | None
     unmatched: int
     adapters: Mapping[str, Any] | None
     resources: ExitStack
@@ -110,6 +113,13 @@ class LocalStages:
         updaters = self.updaters.values()
         return partials(square for updater in updaters for square in updater.squares())
 
+    def take_borrowed(self) -> tuple[Borrowed, ...]:
+        """Return the uses of parameters that were found since the last call."""
+        if self.borrowing is None or not self.borrowing.found:
+            return ()
+        found, self.borrowing.found = self.borrowing.found, []
+        return tuple(found)
+
     def part(self, index: int, *, keeps_weights: bool = True) -> StageState:
         """Return the state of a stage, for a checkpoint."""
         stage, updater = self.stages[index], self.updaters[index]
@@ -157,6 +167,7 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
                     first=part.first,
                     class_before=model.class_of(part.first - 1),
                     skips=StageSkips.of(plan.skips, part.stage),
+                    borrowing=model.borrowing,
                 ),
                 tracker,
                 loss=job.loss if part.stage == role.placement.stages - 1 else None,
@@ -186,7 +197,8 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
             if unmatched:
                 streams.note(f"warning: --init-from {options.init_from}: {initial.diff.summary()}")
         return LocalStages(
-            *(names, stages, updaters, ties, aliases, tuple(model.existing), unmatched),
+            *(names, stages, updaters, ties, aliases, tuple(model.existing)),
+            *(model.borrowing, unmatched),
             model.adapters() if 0 in stages else None,
             resources.pop_all(),
         )

@@ -93,6 +93,13 @@ def _accumulator_works() -> bool:
     return type(node) is internals.AccumulateGrad and _values(x.grad) == [1, 1]
 
 
+def _sequence_works() -> bool:
+    nodes: list[Any] = [_node(_leaf() * 2) for _ in range(2)]
+    nodes.append(nodes[0].next_functions[0][0])
+    first, second, leaf = map(internals.sequence_of, nodes)
+    return first < second < leaf
+
+
 def _prefix_works() -> bool:
     plain = _node(torch.tanh(_leaf()))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
@@ -325,6 +332,7 @@ BEHAVIOURS: dict[str, Callable[[], bool]] = {
     "torch._C._functions.AccumulateGrad": _accumulator_works,
     "torch.autograd.graph.Node._raw_saved_result": _prefix_works,
     "torch.Tensor._indices, _values": _sparse_parts_work,
+    "torch.autograd.graph.Node._sequence_nr": _sequence_works,
     "torch.Tensor._version": _version_works,
     "torch.Tensor._base": _base_works,
     "torch.nn.Module._buffers": _buffers_work,

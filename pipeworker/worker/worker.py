@@ -265,6 +265,7 @@ class Worker:
             worker.executor.feed.next_batch,
             *worker.state.copied,
             data_seconds=worker.executor.feed.read_seconds,
+            borrowed=worker.stages.take_borrowed(),
         )
 
     def evaluate(

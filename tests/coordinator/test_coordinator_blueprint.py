@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeworker.coordinator.lifecycle import State
-from pipeworker.facts.connections import Existing, SharedBuffer, Skip, Tie
+from pipeworker.facts.connections import Borrowed, Existing, SharedBuffer, Skip, Tie
 from pipeworker.facts.failure import Cause
 from pipeworker.plan.actions import COMPUTE, Kind
 from pipeworker.wire.messages.plan import Described, Plan, StageRange
@@ -135,6 +135,26 @@ def test_a_parameter_of_layers_on_two_workers_must_be_tied(tied: bool) -> None:
         assert job.state() is State.STEPPING
     else:
         assert job.failure.message.startswith("layers 0 and 4: were built with one parameter")
+        assert job.ended.exit_status == 2
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_use_of_a_parameter_that_another_worker_has_is_an_error(elsewhere: bool) -> None:
+    job = ScriptedJob(2)
+    job.join()
+    job.describe()
+    for rank in (0, 1):
+        (plan,) = job.sent(rank, Plan)
+        built = ready_of(rank, plan, LAYERS, None if rank else BATCH)
+        job.receive(replace(built, existing=(Existing(f"{4 * rank}.weight", f"of {rank}"),)))
+    job.done(0, 1)
+    used = [Borrowed("layer 4 (Linear)", 4, f"of {what}") for what in ("none", "1", "0")]
+    job.done(1, 1, borrowed=tuple(used if elsewhere else used[:2]))
+    if not elsewhere:
+        assert job.state() is State.STEPPING
+    else:
+        expected = "layer 4 (Linear): uses the parameter 0.weight of another layer"
+        assert job.failure.message.startswith(expected)
         assert job.ended.exit_status == 2
 
 

@@ -80,6 +80,22 @@ def test_buffers_of_is_the_modules_own_dict() -> None:
     )
 
 
+def test_sequence_of_orders_the_nodes_of_a_graph_and_puts_leaves_last() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    x = torch.ones(1, requires_grad=True)
+    first = x + 1
+    apply: Any = Double.apply
+    second = apply(first)
+    nodes: list[Any] = [first.grad_fn, second.grad_fn, (second + 1).grad_fn]
+    nodes.append(nodes[0].next_functions[0][0])
+    numbers = [internals.sequence_of(node) for node in nodes]
+    assert numbers == sorted(set(numbers))
+
+
 def test_version_of_counts_changes_in_place() -> None:
     x = torch.zeros(2)
     before = internals.version_of(x)

@@ -28,6 +28,7 @@ ALTERED: dict[str, tuple[str, Any]] = {
     "torch._C._functions.AccumulateGrad": ("AccumulateGrad", nn.Module),
     "torch.autograd.graph.Node._raw_saved_result": ("SAVED_PREFIX", "_saved_"),
     "torch.Tensor._indices, _values": ("dense_parts", lambda x: (x, x.to_dense())),
+    "torch.autograd.graph.Node._sequence_nr": ("sequence_of", lambda node: 0),
     "torch.Tensor._version": ("version_of", lambda _: 0),
     "torch.Tensor._base": ("base_of", lambda _: None),
     "torch.nn.Module._buffers": ("buffers_of", lambda module: dict(module.named_buffers())),

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from pipeworker import exact_sum
+from pipeworker.facts.connections import Borrowed
 from pipeworker.facts.failure import Failure
-from pipeworker.facts.limits import LONGEST_TEXT, MOST_MICROBATCHES, check
+from pipeworker.facts.limits import LONGEST_TEXT, MOST_MICROBATCHES, check, check_names
 from pipeworker.facts.step import Batch, Evaluation, StepResult
 
 
@@ -43,6 +44,7 @@ class StepDone:
         snapshot_step: the last step whose snapshot is complete, -1 for none.
         snapshot_lacked_memory: whether a snapshot was not made because memory is short.
         data_seconds: seconds spent reading the next mini-batch, part of `busy`.
+        borrowed: in the first step, uses of parameters that no layer of this worker has.
     """
 
     rank: int
@@ -58,8 +60,11 @@ class StepDone:
     snapshot_seconds: float = 0.0
     snapshot_lacked_memory: bool = False
     data_seconds: float = 0.0
+    borrowed: tuple[Borrowed, ...] = ()
 
     def __post_init__(self) -> None:
+        for use in self.borrowed:
+            check_names((use.user, use.origin), "names of parameters")
         losses, counts = len(self.losses), len(self.counts)
         check(losses <= MOST_MICROBATCHES, f"{losses} losses")
         check(counts in (0, losses), f"{counts} counts for {losses} losses")

@@ -62,6 +62,10 @@ class Origins:
         if not all(isinstance(entry, nn.Module) for entry in entries):
             self._visit(_items(entries), self._found)
 
+    def __getitem__(self, parameter: nn.Parameter) -> str:
+        """Return the origin of a parameter, or ""."""
+        return self._found[parameter] or self._cached[parameter]
+
     def is_cached(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter was built with a layer and is kept for others."""
         return bool(self._cached[parameter])
@@ -74,7 +78,7 @@ class Origins:
             Existing(numbered(index, key), origin)
             for index, layer in enumerate(layers, first)
             for key, parameter in layer.named_parameters()
-            if (origin := self._found[parameter] or self._cached[parameter])
+            if (origin := self[parameter])
         ]
 
     def _visit(self, start: Iterable[tuple[str, Any]], found: ByParameter) -> None:

@@ -26,6 +26,7 @@ from pipeworker.worker.model.eval_mode import eval_mode_note
 from pipeworker.worker.model.existing import ByParameter, Origins
 from pipeworker.worker.model.lazy import reject_lazy_layer, reject_lazy_module
 from pipeworker.worker.stage import rng
+from pipeworker.worker.stage.borrowed import Borrowing
 from pipeworker.worker.stage.cut import building
 from pipeworker.worker.stage.cut.part import Cut
 from pipeworker.worker.stage.cut.plan import CutPlan
@@ -53,6 +54,7 @@ class Model:
         entries: the layers, or callables that build them.
         cut: how the module is cut, if it is no sequence of layers.
         existing: the parameters of the built layers that existed before.
+        borrowing: looks for parameters that layers use and do not have; None for a cut module.
     """
 
     def __init__(
@@ -87,6 +89,12 @@ class Model:
                 reject_lazy_layer(entry, index)
         self._origins = Origins(self.entries)
         self.existing: list[Existing] = []
+        self._places = ByParameter()
+        for index, entry in enumerate(self.entries if self.cut is None else ()):
+            if isinstance(entry, nn.Module):
+                self._note_names(index, entry)
+        found = Borrowing(self._places.__getitem__, self._origins.__getitem__)
+        self.borrowing = found if self.cut is None else None
 
     def _names_of(self, job: JobFile, layers: list[str]) -> LayerNames:
         if job.names and self.cut is not None:
@@ -252,6 +260,7 @@ class Model:
             layers.append(self._build(i, [n for n in later if layer_of(n) == i], self._device))
             for first, name in self._note_places(i, layers[-1]):
                 shared.setdefault(first, [first]).append(name)
+            self._note_names(i, layers[-1])
         check_declared(shared.values(), ())
         self.existing += self._origins.of(layers, part.first)
         ties = None
@@ -280,6 +289,12 @@ class Model:
                 built = separate(built, keys)
             self._check_renamed(index, built)
             return built if device is None else built.to(device)
+
+    def _note_names(self, index: int, layer: nn.Module) -> None:
+        """Note the parameters of a layer, each by the first of its names in the user's module."""
+        for key, parameter in layer.named_parameters():
+            if not self._places[parameter]:
+                self._places[parameter] = self.names.parameter(index, key)
 
     def _note_places(self, index: int, layer: nn.Module) -> Iterator[tuple[str, str]]:
         """Note a layer's parameters; yield the names of each that an earlier layer has as well."""

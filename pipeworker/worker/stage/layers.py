@@ -19,6 +19,7 @@ from pipeworker.job.options import Options
 from pipeworker.worker import blame
 from pipeworker.worker.internals import allow_any_number_of_graphs, calling_around_compilations
 from pipeworker.worker.stage import rng
+from pipeworker.worker.stage.borrowed import Borrowing
 from pipeworker.worker.stage.cut.part import Part
 from pipeworker.worker.stage.skips import StageSkips, Table
 from pipeworker.worker.stage.values import describe, first_in_graph
@@ -85,6 +86,7 @@ class StageConfig:
         precision: ``fp32``, or ``bf16`` or ``fp16``: layers and loss run under autocast.
         deferred_batch_norm: update running statistics once a mini-batch.
         compiler: a backend of ``torch.compile`` for the layers; None to run them as they are.
+        borrowing: looks at the first micro-batch for parameters that layers use and do not have.
     """
 
     index: int
@@ -96,6 +98,7 @@ class StageConfig:
     precision: str = "fp32"
     deferred_batch_norm: bool = False
     compiler: str | None = None
+    borrowing: Borrowing | None = None
 
     @staticmethod
     def of(options: Options, device: torch.device) -> StageConfig:
@@ -134,6 +137,7 @@ class Layers:
         self._calls: Sequence[Callable[..., Any]] = called
         if config.compiler:
             self._calls = compiled(called, config.compiler)
+        self._borrowing = config.borrowing
         self._step = 0
         self._number = 0
 
@@ -191,7 +195,10 @@ class Layers:
         autocast = self.autocast
         seed_of = rng.layer_seed if train else rng.evaluation_seed
         node: Any = None
-        for index, layer in enumerate(self._calls, self.first):
+        calls = self._calls
+        if self._borrowing is not None and train:
+            calls, self._borrowing = [*self._watching(self._borrowing)], None
+        for index, layer in enumerate(calls, self.first):
             tracker.set(phase, step, microbatch, index)
             rng.seed_all(seed_of(seed, step, number, index), self._accelerator)
             try:
@@ -210,6 +217,12 @@ class Layers:
             if index != last_layer:
                 node = self._mark(value, node, microbatch, index)
         return value
+
+    def _watching(self, borrowing: Borrowing) -> Iterator[Callable[..., Any]]:
+        """Yield the calls of the layers as functions that look for what they use."""
+        called = zip(self.modules, self._calls, strict=True)
+        for index, (layer, call) in enumerate(called, self.first):
+            yield borrowing.watching(self.name_of(index), index, layer, call)
 
     def _run_cut(self, value: Any, microbatch: int, phase: Phase, train: bool) -> Any:
         """Run the layers of a cut module in one run of its own forward."""

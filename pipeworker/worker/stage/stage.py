@@ -69,6 +69,7 @@ class Stage:
         self.state_dicts = self._layers.state_dicts
         self.deferred = DeferredBatchNorm(self.layers if config.deferred_batch_norm else ())
         self._buffers = Buffers(self.layers)
+        self._borrowing = config.borrowing
         self._offload = Offload(self.layers, copies) if copies is not None else None
         self._input_changes: bool | None = None
         self._weights = [*nn.ModuleList(self.layers).parameters()]  # each once
@@ -260,8 +261,12 @@ class Stage:
             if self.before_loss is not None:
                 check, self.before_loss = self.before_loss, None
                 check(output, mb.target)
+            loss_of = self.loss_of
+            if self._borrowing is not None:
+                last, index, self._borrowing = self._borrowing, self.last_layer, None
+                loss_of = last.watching("loss()", index, self.layers[-1], loss_of)
             # The loss draws from the last layer's random stream: both are always on one stage.
-            return losses.record(mb, self.loss_of(output, mb.target))
+            return losses.record(mb, loss_of(output, mb.target))
         mb.outgoing, mb.departing = output, dict(departing)  # the graph keeps its own
         return value
 

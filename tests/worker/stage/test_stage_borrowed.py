@@ -1,0 +1,97 @@
+"""Parameters that a layer uses and that it does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeworker.errors import UsageError
+from pipeworker.facts.connections import Borrowed
+from pipeworker.host.position import Tracker
+from pipeworker.worker.stage.borrowed import Borrowing
+from pipeworker.worker.stage.layers import StageConfig
+from pipeworker.worker.stage.microbatch import MicroBatch
+from pipeworker.worker.stage.stage import Stage
+
+OTHER = nn.Linear(3, 3)
+UNKNOWN = nn.Parameter(torch.ones(3))
+
+
+class Uses(nn.Module):
+    """A layer that computes something from its input and its own parameters."""
+
+    def __init__(self, compute: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.own, self.compute = nn.Linear(3, 3), compute
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.compute(self.own(x))
+
+
+def run(
+    compute: Callable[[torch.Tensor], Any], origins: dict[int, str] | None = None
+) -> list[Borrowed]:
+    """Run a stage of two layers, of which `OTHER` is the first, and then its loss."""
+    places = {id(OTHER.weight): "0.weight"}
+    known = origins or {}
+    found = Borrowing(lambda p: places.get(id(p), ""), lambda p: known.get(id(p), ""))
+    layers = [OTHER, Uses(compute)]
+    config = StageConfig(0, 4, 0, torch.device("cpu"), borrowing=found)
+    stage = Stage(layers, config, Tracker(), loss=lambda output, _: output["x"].sum())
+    for number in range(2):
+        stage.begin(1)
+        mb = MicroBatch(number)
+        mb.value, mb.target = torch.ones(2, 3), torch.ones(2)
+        stage.forward(mb)
+    return found.found
+
+
+def test_a_layer_that_uses_its_own_parameters_is_no_error() -> None:
+    """A shape is no use, and neither is the input, which depends on other layers."""
+    size = OTHER.weight
+    assert run(lambda x: {"x": x * size.shape[0] + x.new_ones(size.shape[1])}) == []
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: {"x": x @ OTHER.weight.t()},
+        lambda x: {"y": [x, OTHER(x)], "x": x},
+        lambda x: {"x": x.mul_(OTHER.weight.sum())},
+    ],
+)
+def test_a_layer_that_uses_a_parameter_of_another_is_an_error(
+    compute: Callable[[torch.Tensor], Any],
+) -> None:
+    with pytest.raises(UsageError, match=r"^layer 5 \(Uses\): uses the parameter 0.weight of anot"):
+        run(compute)
+
+
+def test_a_parameter_that_no_known_layer_has_is_reported_once() -> None:
+    origins = {id(UNKNOWN): "abc"}
+    assert run(lambda x: {"x": x * UNKNOWN}, origins) == [Borrowed("layer 5 (Uses)", 5, "abc")]
+    assert run(lambda x: {"x": x * UNKNOWN}) == []  # callables do not reach it
+
+
+def test_the_loss_may_use_the_parameters_of_the_last_layer_alone() -> None:
+    layer = nn.Linear(3, 3)
+    for used, places in ((layer, {}), (OTHER, {id(OTHER.weight): "0.weight"})):
+        found = Borrowing(lambda p, known=places: known.get(id(p), ""), lambda _: "")  # type: ignore[misc]
+        config = StageConfig(1, 2, 0, torch.device("cpu"), borrowing=found)
+
+        def loss(output: torch.Tensor, _: Any, used: nn.Linear = used) -> Any:
+            return output.sum() + used.weight.norm()
+
+        stage = Stage([layer], config, Tracker(), loss=loss)
+        stage.begin(1)
+        mb = MicroBatch(0)
+        mb.value, mb.target = torch.ones(2, 3), torch.ones(2)
+        if not places:
+            stage.forward(mb)
+            continue
+        with pytest.raises(UsageError, match=r"^loss\(\): uses the parameter 0.weight of another"):
+            stage.forward(mb)
