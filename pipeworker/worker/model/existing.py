@@ -81,6 +81,10 @@ class Origins:
             if (origin := self[parameter])
         ]
 
+    def release(self) -> None:
+        """Forget the functions that keep what they return; all layers are built."""
+        self._caches.clear()
+
     def _visit(self, start: Iterable[tuple[str, Any]], found: ByParameter) -> None:
         visited: dict[int, Any] = {}  # keeps objects alive, so that no other one has their id
         waiting = deque(start)

@@ -173,6 +173,7 @@ class Model:
     def release(self) -> None:
         """Forget all layers: the stages have those that this process needs."""
         self.entries.clear()
+        self._origins.release()
         self._module = None
 
     def _seed_all(self) -> None:

@@ -193,6 +193,15 @@ def test_what_a_cache_keeps_is_known_as_such() -> None:
         assert origins.is_cached(next(layer.parameters())) is expected
 
 
+def test_a_cache_is_not_kept_alive() -> None:
+    cached = functools.cache(lambda: nn.Embedding(3, 2))
+    origins, alive = Origins([cached]), weakref.ref(cached())
+    assert origins.of([cached()], 0)
+    origins.release()
+    del cached
+    assert alive() is None
+
+
 def test_objects_of_the_user_may_raise() -> None:
     class Raises:
         @property
