@@ -175,6 +175,22 @@ def test_declared_ties_of_layers_that_share_parameters_are_equal_on_all_stages(j
     assert all(torch.equal(weights[one], weights[other]) for one, other in PAIRS)
 
 
+FROZEN = """
+    for _p in (*_twice.parameters(), _tok.table):
+        _p.requires_grad_(False)
+
+    _shared = model
+
+    def model():
+        return [*_shared(), lambda: nn.Linear(11, 11)]
+"""
+
+
+def test_layers_may_share_frozen_parameters(jobs: Jobs) -> None:
+    words, source = ("--microbatches", "2"), EAGER + SHARED + FROZEN
+    same(*(jobs.train("--stages", stages, *words, source=source) for stages in ("1", "3")))
+
+
 @pytest.mark.parametrize(
     ("model", "user"),
     [

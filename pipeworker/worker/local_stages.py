@@ -44,7 +44,7 @@ class LocalStages:
         names: names of all layers of the model in the user's module.
         ties: ties by stage, of the stages that have places of tied weights.
         aliases: the first name of a tied weight in the user's module, by each further name.
-        existing: the parameters of the layers that existed before a callable built the layer.
+        existing: the parameters that layers train, and that existed before a callable built them.
         borrowing: has found uses of parameters that no layer of this worker has.
         unmatched: number of names of ``--init-from`` without a counterpart.
         adapters: what makes peft's own folder of the model's weights, if it has adapters.

@@ -123,7 +123,7 @@ class Ready:
         epoch_length: mini-batches in an epoch, from the worker that reads the data; 0 if unknown.
         accelerator: identifies the device on its host, whatever its number in the process; empty
             for the CPU.
-        existing: the parameters of its layers that existed before a callable built the layer.
+        existing: the parameters that layers train, and that existed before a callable built them.
     """
 
     rank: int

@@ -71,14 +71,17 @@ class Origins:
         return bool(self._cached[parameter])
 
     def of(self, layers: Sequence[nn.Module], first: int) -> list[Existing]:
-        """Return the parameters that built layers have, and that existed before or are cached."""
+        """Return the parameters that built layers train, and that existed before or are cached.
+
+        A frozen one may be in several layers: no copy of it changes.
+        """
         kept = [(path, _cached(function)) for path, function in self._caches.items()]
         self._visit(kept, self._cached)
         return [
             Existing(numbered(index, key), origin)
             for index, layer in enumerate(layers, first)
             for key, parameter in layer.named_parameters()
-            if (origin := self[parameter])
+            if parameter.requires_grad and (origin := self[parameter])
         ]
 
     def release(self) -> None:

@@ -53,7 +53,7 @@ class Model:
         names: names of the layers in the user's module.
         entries: the layers, or callables that build them.
         cut: how the module is cut, if it is no sequence of layers.
-        existing: the parameters of the built layers that existed before.
+        existing: the parameters that built layers train, and that existed before.
         borrowing: looks for parameters that layers use and do not have; None for a cut module.
     """
 
@@ -298,12 +298,12 @@ class Model:
                 self._places[parameter] = self.names.parameter(index, key)
 
     def _note_places(self, index: int, layer: nn.Module) -> Iterator[tuple[str, str]]:
-        """Note a layer's parameters; yield the names of each that an earlier layer has as well."""
+        """Note a layer's parameters; yield the names of each that an earlier layer trains too."""
         for key, parameter in layer.named_parameters():
             name, first = numbered(index, key), self._first_places[parameter]
             if not first:
                 self._first_places[parameter] = name
-            elif layer_of(first) != index:
+            elif layer_of(first) != index and parameter.requires_grad:
                 yield first, name
 
     def _reject_cached(self, built: Mapping[int, nn.Module], tied: Iterable[Tie]) -> None:

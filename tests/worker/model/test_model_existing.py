@@ -184,6 +184,11 @@ def test_other_parameters_have_other_origins_or_none() -> None:
     assert len({one.origin for one in existing}) == len(names)
 
 
+def test_frozen_parameters_may_be_shared() -> None:
+    emb = nn.Embedding(3, 2).requires_grad_(False)
+    assert found([lambda: emb, nn.ReLU(), lambda: Head(emb.weight)], 0, 2) == []
+
+
 def test_what_a_cache_keeps_is_known_as_such() -> None:
     cached, existing = in_a_cache(), in_a_global()
     for entries, expected in ((cached, True), (existing, False)):
