@@ -218,14 +218,14 @@ def test_a_forward_that_uses_a_parameter_of_another_layer_is_an_error(
     assert f"error: {user}: uses the parameter 0.table of another layer" in run.stderr
 
 
-@pytest.mark.parametrize("stages", ["1", "2"])
-def test_tied_weights_are_not_those_that_a_cache_keeps(jobs: Jobs, stages: str) -> None:
-    cached = """
+CACHED = """
     import functools
 
     @functools.cache
     def tok():
-        return Tok()
+        with torch.random.fork_rng():
+            SEEDED
+            return Tok()
 
     def head():
         made = Head()
@@ -233,12 +233,22 @@ def test_tied_weights_are_not_those_that_a_cache_keeps(jobs: Jobs, stages: str) 
         return made
 
     def model():
-        return [tok, nn.Tanh, head]
-    """
-    source = textwrap.dedent(EAGER + cached) + "\ntied = [('0.table', '2.table')]\n"
-    run = jobs.run("--stages", stages, "--microbatches", "2", source=source)
+        return [tok, lambda: nn.Linear(8, 8), head]
+
+    tied = [("0.table", "2.table")]
+"""
+
+
+def test_layers_may_share_what_a_function_keeps(jobs: Jobs) -> None:
+    source = EAGER + CACHED.replace("SEEDED", "torch.manual_seed(3)")
+    same(*(jobs.train("--stages", stages, "--microbatches", "2", source=source) for stages in "13"))
+
+
+def test_a_function_that_keeps_other_numbers_on_each_worker_is_an_error(jobs: Jobs) -> None:
+    source = EAGER + CACHED.replace("SEEDED", "pass")
+    run = jobs.run("--stages", "3", "--microbatches", "2", source=source)
     assert run.status == 2, run.stderr
-    assert "tied: a function of the job keeps the parameter 0.table = 2.table" in run.stderr
+    assert run.stderr.startswith("error: tok() of the job: keeps parameters (functools.cache), and")
 
 
 BY_NAME = """

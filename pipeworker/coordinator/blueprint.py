@@ -182,8 +182,19 @@ class Blueprint:
         """Check that workers have built layers of one parameter only where these are tied.
 
         Raises:
-            UsageError: layers on different stages share a parameter.
+            UsageError: layers on different stages share a parameter, or a function of the job gives
+                each worker other numbers.
         """
+        ready = [*ready]
+        kept: dict[str, int] = {}
+        for function in (one for worker in ready for one in worker.cached):
+            if kept.setdefault(function.origin, function.numbers) != function.numbers:
+                raise UsageError(
+                    f"{function.name}() of the job: keeps parameters (functools.cache), and built "
+                    "them with other random numbers on each worker, those of the first layer that "
+                    "needed it; call torch.manual_seed in it, under torch.random.fork_rng, or "
+                    "build a new module for each layer"
+                )
         names: dict[str, set[str]] = {}
         for parameter in (one for worker in ready for one in worker.existing):
             names.setdefault(parameter.origin, set()).add(parameter.name)

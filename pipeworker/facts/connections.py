@@ -54,3 +54,15 @@ class Borrowed:
     user: str
     layer: int
     origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """A function, of one `origin` in every process, that keeps parameters built by this one.
+
+    `numbers` is a digest of their initial values, and `name` is the function's.
+    """
+
+    origin: str
+    name: str
+    numbers: int

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeworker.errors import UsageError
 from pipeworker.exact_sum import partials
-from pipeworker.facts.connections import Borrowed, Existing
+from pipeworker.facts.connections import Borrowed, Cached, Existing
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.facts.position import Phase
 from pipeworker.host import streams
@@ -45,6 +45,7 @@ class LocalStages:
         ties: ties by stage, of the stages that have places of tied weights.
         aliases: the first name of a tied weight in the user's module, by each further name.
         existing: the parameters that layers train, and that existed before a callable built them.
+        cached: functions of the job that keep parameters which were built with these layers.
         borrowing: has found uses of parameters that no layer of this worker has.
         unmatched: number of names of ``--init-from`` without a counterpart.
         adapters: what makes peft's own folder of the model's weights, if it has adapters.
@@ -57,6 +58,7 @@ class LocalStages:
     ties: dict[int, Ties]
     aliases: dict[str, str]
     existing: tuple[Existing, ...]
+    cached: tuple[Cached, ...]
     borrowing: Borrowing | None
     unmatched: int
     adapters: Mapping[str, Any] | None
@@ -197,7 +199,7 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
             if unmatched:
                 streams.note(f"warning: --init-from {options.init_from}: {initial.diff.summary()}")
         return LocalStages(
-            *(names, stages, updaters, ties, aliases, tuple(model.existing)),
+            *(names, stages, updaters, ties, aliases, tuple(model.existing), model.cached),
             *(model.borrowing, unmatched),
             model.adapters() if 0 in stages else None,
             resources.pop_all(),

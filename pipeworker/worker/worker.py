@@ -181,6 +181,7 @@ class Worker:
             loaded.reader.length,
             unit_of(loaded.device),
             stages.existing,
+            stages.cached,
         )
 
     def record(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeworker.coordinator.lifecycle import State
-from pipeworker.facts.connections import Borrowed, Existing, SharedBuffer, Skip, Tie
+from pipeworker.facts.connections import Borrowed, Cached, Existing, SharedBuffer, Skip, Tie
 from pipeworker.facts.failure import Cause
 from pipeworker.plan.actions import COMPUTE, Kind
 from pipeworker.wire.messages.plan import Described, Plan, StageRange
@@ -135,6 +135,22 @@ def test_a_parameter_of_layers_on_two_workers_must_be_tied(tied: bool) -> None:
         assert job.state() is State.STEPPING
     else:
         assert job.failure.message.startswith("layers 0 and 4: were built with one parameter")
+        assert job.ended.exit_status == 2
+
+
+@pytest.mark.parametrize("numbers", [5, 6])
+def test_a_function_that_keeps_parameters_must_build_the_same_everywhere(numbers: int) -> None:
+    job = ScriptedJob(2)
+    job.join()
+    job.describe()
+    for rank in (0, 1):
+        (plan,) = job.sent(rank, Plan)
+        built = ready_of(rank, plan, LAYERS, None if rank else BATCH)
+        job.receive(replace(built, cached=(Cached("way", "net", numbers if rank else 5),)))
+    if numbers == 5:
+        assert job.state() is State.STEPPING
+    else:
+        assert job.failure.message.startswith("net() of the job: keeps parameters")
         assert job.ended.exit_status == 2
 
 

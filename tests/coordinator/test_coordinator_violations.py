@@ -99,7 +99,7 @@ def model(**wrong: object) -> list[object]:
 
 def ready(*existing: list[str]) -> list[object]:
     """Return the fields of a Ready of one stage with three layers."""
-    return [0, [[0, 0, ["Linear"] * 3, 1, 0]], "cpu", None, 0, 0, "", [*existing]]
+    return [0, [[0, 0, ["Linear"] * 3, 1, 0]], "cpu", None, 0, 0, "", [*existing], []]
 
 
 def kind(**wrong: object) -> list[object]:
@@ -206,7 +206,8 @@ WRONG = [
         [0, ["a"], [layer_facts(update=math.inf)], None, "", 0.0],
         "negative or unbounded",
     ),
-    ("Ready", [0, [], "cpu", None, 0, 0, "x" * 513, []], "names of devices, or too long ones"),
+    ("Ready", [0, [], "cpu", None, 0, 0, "x" * 513, [], []], "names of devices, or too long ones"),
+    ("Ready", [0, [], "cpu", None, 0, 0, "", [], [["", "x" * 513, 1]]], "names of functions, or"),
     ("Ready", ready(["0.weight", "x" * 513]), "too many names of parameters, or too long ones"),
     ("Ready", ready(["weight", ""]), "a parameter 'weight'"),
     ("Ready", ready(["3.weight", ""]), "a parameter '3.weight'"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeworker.facts.connections import Existing, SharedBuffer, Skip, Tie
+from pipeworker.facts.connections import Cached, Existing, SharedBuffer, Skip, Tie
 from pipeworker.facts.layer_names import LayerNames, is_numbered
 from pipeworker.facts.limits import LONGEST_TEXT, MOST_NOTES, MOST_TYPES, check, check_names
 from pipeworker.facts.outline import Machine, Outline
@@ -124,6 +124,7 @@ class Ready:
         accelerator: identifies the device on its host, whatever its number in the process; empty
             for the CPU.
         existing: the parameters that layers train, and that existed before a callable built them.
+        cached: functions of the job that keep parameters which were built with these layers.
     """
 
     rank: int
@@ -134,6 +135,7 @@ class Ready:
     epoch_length: int = 0
     accelerator: str = ""
     existing: tuple[Existing, ...] = ()
+    cached: tuple[Cached, ...] = ()
 
     def __post_init__(self) -> None:
         check_names((self.device, self.accelerator), "names of devices")
@@ -141,6 +143,8 @@ class Ready:
         for parameter in self.existing:
             check_names((parameter.name, parameter.origin), "names of parameters")
             check(is_numbered(parameter.name, stop), f"a parameter {parameter.name!r}")
+        for function in self.cached:
+            check_names((function.origin, function.name), "names of functions")
 
 
 @dataclass(frozen=True, slots=True)

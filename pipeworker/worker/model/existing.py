@@ -15,6 +15,7 @@ import functools
 import hashlib
 import sys
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -25,9 +26,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeworker.facts.connections import Existing
+from pipeworker.facts.connections import Cached, Existing
 from pipeworker.facts.layer_names import numbered
 from pipeworker.job.signatures import signature
+from pipeworker.worker.internals import is_fake
 
 _MOST = 1 << 16
 """Objects that are visited at most: a callable may use a data set, or a library."""
@@ -35,6 +37,8 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), CodeType)
 _WITHOUT = frozenset({"torch", "pipeworker", *sys.stdlib_module_names})
 """Packages whose functions and classes reach no parameter of the user's."""
 _DIGEST_SIZE = 8
+_DIGESTED = 16
+"""Number of elements of each parameter that a digest of initial weights covers."""
 _Cached = functools._lru_cache_wrapper
 
 
@@ -54,11 +58,16 @@ class ByParameter:
 
 
 class Origins:
-    """The origins of the parameters that a model's entries reach before any layer is built."""
+    """The origins of the parameters that a model's entries reach before any layer is built.
+
+    Attributes:
+        kept: by their ways, the functions that keep parameters which were built with layers.
+    """
 
     def __init__(self, entries: Sequence[Any]) -> None:
         self._found, self._cached = ByParameter(), ByParameter()
         self._caches: dict[str, _Cached[Any]] = {}
+        self.kept: dict[str, Cached] = {}
         if not all(isinstance(entry, nn.Module) for entry in entries):
             self._visit(_items(entries), self._found)
 
@@ -66,17 +75,16 @@ class Origins:
         """Return the origin of a parameter, or ""."""
         return self._found[parameter] or self._cached[parameter]
 
-    def is_cached(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter was built with a layer and is kept for others."""
-        return bool(self._cached[parameter])
-
     def of(self, layers: Sequence[nn.Module], first: int) -> list[Existing]:
         """Return the parameters that built layers train, and that existed before or are cached.
 
         A frozen one may be in several layers: no copy of it changes.
         """
-        kept = [(path, _cached(function)) for path, function in self._caches.items()]
-        self._visit(kept, self._cached)
+        for path, function in self._caches.items():
+            parameters = self._visit([(path, _cached(function))], self._cached)
+            if parameters and path not in self.kept:  # what is loaded later is the same everywhere
+                name = getattr(function, "__name__", "function")
+                self.kept[path] = Cached(_digest(path), name, digest(parameters))
         return [
             Existing(numbered(index, key), origin)
             for index, layer in enumerate(layers, first)
@@ -88,7 +96,9 @@ class Origins:
         """Forget the functions that keep what they return; all layers are built."""
         self._caches.clear()
 
-    def _visit(self, start: Iterable[tuple[str, Any]], found: ByParameter) -> None:
+    def _visit(self, start: Iterable[tuple[str, Any]], found: ByParameter) -> list[nn.Parameter]:
+        """Note the origins of parameters that objects reach; return those that had none."""
+        parameters: list[nn.Parameter] = []
         visited: dict[int, Any] = {}  # keeps objects alive, so that no other one has their id
         waiting = deque(start)
         while waiting and len(visited) < _MOST:
@@ -98,8 +108,8 @@ class Origins:
             visited[id(value)] = value
             if isinstance(value, torch.Tensor):
                 if isinstance(value, nn.Parameter) and not self._found[value]:
-                    digest = hashlib.blake2b(path.encode(), digest_size=_DIGEST_SIZE)
-                    found[value] = digest.hexdigest()
+                    found[value] = _digest(path)
+                    parameters.append(value)
                 continue
             if isinstance(value, _Cached) and _is_without_arguments(value):
                 self._caches[f"{path}()"] = value
@@ -108,6 +118,7 @@ class Origins:
             except Exception:  # of the user's code, which may be behind an attribute
                 continue
             waiting.extend((f"{path}/{name}", one) for name, one in held if _may_lead_on(one))
+        return parameters
 
 
 def _held_by(value: Any) -> Iterator[tuple[str, Any]]:
@@ -161,6 +172,20 @@ def _variables(
             seen.add(id(value))
             own = vars(value)
             waiting.extend((f"{name}.{key}", own[key]) for key in attributes if key in own)
+
+
+def digest(parameters: Iterable[nn.Parameter]) -> int:
+    """Return a checksum of the first elements of each parameter that has memory."""
+    found = 0
+    for parameter in parameters:
+        if not (parameter.is_meta or is_fake(parameter)):
+            some = parameter.detach().reshape(-1)[:_DIGESTED].cpu()
+            found = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), found)
+    return found
+
+
+def _digest(path: str) -> str:
+    return hashlib.blake2b(path.encode(), digest_size=_DIGEST_SIZE).hexdigest()
 
 
 def _may_lead_on(value: Any) -> bool:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from pipeworker.errors import ProtocolError, UsageError, a_type
-from pipeworker.facts.connections import Existing, SharedBuffer, Tie
+from pipeworker.facts.connections import Cached, Existing, SharedBuffer, Tie
 from pipeworker.facts.layer_names import LayerNames, layer_of, numbered, split_numbered
 from pipeworker.facts.position import Phase
 from pipeworker.host.position import Tracker
@@ -21,9 +20,9 @@ from pipeworker.plan.ties import check_declared, declared
 from pipeworker.record.weights.conversions import Conversion, describe_adapters
 from pipeworker.wire.messages.plan import StageRange
 from pipeworker.worker import blame
-from pipeworker.worker.internals import is_fake, is_hooked
+from pipeworker.worker.internals import is_hooked
 from pipeworker.worker.model.eval_mode import eval_mode_note
-from pipeworker.worker.model.existing import ByParameter, Origins
+from pipeworker.worker.model.existing import ByParameter, Origins, digest
 from pipeworker.worker.model.lazy import reject_lazy_layer, reject_lazy_module
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.borrowed import Borrowing
@@ -38,8 +37,6 @@ PlanOf = Callable[[nn.Module], tuple[CutPlan, TypeRegistry]]
 log = logging.getLogger(__name__)
 _SMALL = 16 << 20
 """Bytes of parameters up to which a model is built as a whole by each process."""
-_DIGESTED = 16
-"""Number of elements of each parameter that the digest of the initial weights covers."""
 
 
 class Model:
@@ -197,6 +194,11 @@ class Model:
         """Return what makes peft's own folder of the model's weights, if it has adapters."""
         return describe_adapters(self._module) if self._module is not None else None
 
+    @property
+    def cached(self) -> tuple[Cached, ...]:
+        """The functions of the job that keep parameters which were built with layers."""
+        return tuple(self._origins.kept.values())
+
     def ties(self) -> tuple[Tie, ...]:
         """Return the tied parameters: one object in several layers, or declared by the job file."""
         found = [*shared_parameters(self.entries), *self._declared]
@@ -232,13 +234,8 @@ class Model:
 
     def digest(self) -> int:
         """Return a checksum of the first elements of each parameter that already exists."""
-        digest = 0
-        for entry in self.entries:
-            for parameter in entry.parameters() if isinstance(entry, nn.Module) else ():
-                if not (parameter.is_meta or is_fake(parameter)):
-                    some = parameter.detach().reshape(-1)[:_DIGESTED].cpu()
-                    digest = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), digest)
-        return digest
+        built = (entry for entry in self.entries if isinstance(entry, nn.Module))
+        return digest(parameter for entry in built for parameter in entry.parameters())
 
     def build(
         self, part: StageRange, tied: Sequence[Tie], local_stages: Collection[int] = ()
@@ -267,7 +264,6 @@ class Model:
         ties = None
         if tied:
             built = dict(enumerate(layers, part.first))
-            self._reject_cached(built, tied)
             ties = Ties(part.stage, tied, built, lambda i: self._build(i, (), None), local_stages)
         return layers, ties
 
@@ -305,24 +301,6 @@ class Model:
                 self._first_places[parameter] = name
             elif layer_of(first) != index and parameter.requires_grad:
                 yield first, name
-
-    def _reject_cached(self, built: Mapping[int, nn.Module], tied: Iterable[Tie]) -> None:
-        """Reject tied weights that the user's code keeps from the first layer which is built.
-
-        Its numbers come from the seed of that layer, which depends on the stages.
-        """
-        own = {
-            numbered(index, key): parameter
-            for index, layer in built.items()
-            for key, parameter in layer.named_parameters()
-        }
-        for tie in tied:
-            if any(name in own and self._origins.is_cached(own[name]) for name in tie.names):
-                raise UsageError(
-                    f"tied: a function of the job keeps the parameter {' = '.join(tie.names)} "
-                    "(functools.cache), and its first numbers are those of the layer that a stage "
-                    "builds first; build a new module for each layer"
-                )
 
     def _check_renamed(self, index: int, layer: nn.Module) -> None:
         """Reject names of parts that a layer does not have."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeworker.facts.connections import Existing
+from pipeworker.facts.connections import Cached, Existing
 from pipeworker.worker.model.existing import Origins
 
 Entry = nn.Module | Callable[[], nn.Module]
@@ -189,13 +189,24 @@ def test_frozen_parameters_may_be_shared() -> None:
     assert found([lambda: emb, nn.ReLU(), lambda: Head(emb.weight)], 0, 2) == []
 
 
-def test_what_a_cache_keeps_is_known_as_such() -> None:
-    cached, existing = in_a_cache(), in_a_global()
-    for entries, expected in ((cached, True), (existing, False)):
-        origins, first = Origins(entries), entries[0]
+def test_a_cache_has_the_numbers_that_it_was_built_with() -> None:
+    kept: list[Cached] = []
+    for seed in (0, 0, 1):
+        (first, *_), loads = in_a_cache(), nn.init.zeros_
+        origins = Origins([first])
+        assert not isinstance(first, nn.Module)
+        assert origins.of([], 0) == []
+        assert origins.kept == {}
+        torch.manual_seed(seed)
         layer = first()
         origins.of([layer], 0)
-        assert origins.is_cached(next(layer.parameters())) is expected
+        loads(next(layer.parameters()))  # as from a checkpoint
+        origins.of([layer], 0)
+        kept += origins.kept.values()
+    assert [function.name for function in kept] == ["emb"] * 3
+    assert kept[0] == kept[1]
+    assert kept[0].origin == kept[2].origin
+    assert kept[0].numbers != kept[2].numbers
 
 
 def test_a_cache_is_not_kept_alive() -> None:
