@@ -39,7 +39,7 @@ _WITHOUT = frozenset({"torch", "pipeworker", *sys.stdlib_module_names})
 _DIGEST_SIZE = 8
 _DIGESTED = 16
 """Number of elements of each parameter that a digest of initial weights covers."""
-_Cached = functools._lru_cache_wrapper
+_CACHED = type(functools.cache(print))
 
 
 class ByParameter:
@@ -66,7 +66,7 @@ class Origins:
 
     def __init__(self, entries: Sequence[Any]) -> None:
         self._found, self._cached = ByParameter(), ByParameter()
-        self._caches: dict[str, _Cached[Any]] = {}
+        self._caches: dict[str, Any] = {}
         self.kept: dict[str, Cached] = {}
         if not all(isinstance(entry, nn.Module) for entry in entries):
             self._visit(_items(entries), self._found)
@@ -80,7 +80,7 @@ class Origins:
 
         A frozen one may be in several layers: no copy of it changes.
         """
-        for path, function in self._caches.items():
+        for path, function in [*self._caches.items()]:  # what they keep may reach more
             parameters = self._visit([(path, _cached(function))], self._cached)
             if parameters and path not in self.kept:  # what is loaded later is the same everywhere
                 name = getattr(function, "__name__", "function")
@@ -111,7 +111,7 @@ class Origins:
                     found[value] = _digest(path)
                     parameters.append(value)
                 continue
-            if isinstance(value, _Cached) and _is_without_arguments(value):
+            if isinstance(value, _CACHED) and _is_without_arguments(value):
                 self._caches[f"{path}()"] = value
             try:
                 held = list(islice(_held_by(value), _MOST))
@@ -215,11 +215,11 @@ def _is_without(value: Any) -> bool:
     return str(getattr(value, "__module__", "")).partition(".")[0] in _WITHOUT
 
 
-def _is_without_arguments(cached: _Cached[Any]) -> bool:
+def _is_without_arguments(cached: Any) -> bool:
     found = signature(cached)
     return found is not None and not found.parameters
 
 
-def _cached(function: _Cached[Any]) -> Any:
+def _cached(function: Any) -> Any:
     """Return what a function without arguments keeps, without a call of the user's code."""
     return function() if function.cache_info().currsize else None

@@ -209,6 +209,23 @@ def test_a_cache_has_the_numbers_that_it_was_built_with() -> None:
     assert kept[0].numbers != kept[2].numbers
 
 
+def test_what_a_cache_keeps_may_reach_another_cache() -> None:
+    inner = functools.cache(lambda: nn.Embedding(3, 2))
+    text = """
+@functools.cache
+def outer():
+    made = Head(inner[0]().weight)
+    made.more = inner
+    return made
+"""
+    entries = in_a_namespace(text, "inner[0]()", "outer().table", inner=[inner])
+    first, last = entries[0], entries[2]
+    assert not isinstance(first, nn.Module)
+    assert not isinstance(last, nn.Module)
+    origins, built = Origins([last, first]), [last(), first()]
+    assert len({one.origin for one in origins.of(built, 0)}) == 1
+
+
 def test_a_cache_is_not_kept_alive() -> None:
     cached = functools.cache(lambda: nn.Embedding(3, 2))
     origins, alive = Origins([cached]), weakref.ref(cached())
