@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeworker.coordinator.lifecycle import State
+from pipeworker.coordinator.waiting import State
 from pipeworker.facts.connections import Borrowed, Cached, Existing, SharedBuffer, Skip, Tie
 from pipeworker.facts.failure import Cause
 from pipeworker.plan.actions import COMPUTE, Kind
