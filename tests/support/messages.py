@@ -8,14 +8,14 @@ from typing import Any
 from hypothesis import strategies as st
 
 from pipeworker.facts.checkpoint_file import CheckpointFile
-from pipeworker.facts.connections import Skip, Tie
+from pipeworker.facts.connections import Cached, Existing, Skip, Tie
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.layer_facts import LayerFacts, LayerSkip
 from pipeworker.facts.limits import MOST_SAMPLES
 from pipeworker.facts.outline import LayerKind, Machine, Outline
 from pipeworker.facts.position import Phase, Position
 from pipeworker.facts.step import Batch, Evaluation
-from pipeworker.wire.messages.plan import Built, Described, Plan, StageRange
+from pipeworker.wire.messages.plan import Built, Described, Plan, Ready, StageRange
 from pipeworker.wire.messages.presence import Heartbeat, Hello
 from pipeworker.wire.messages.profile import Measured
 from pipeworker.wire.messages.step import Call, CallKind, EvaluationDone, Loaded, StepDone, Upcoming
@@ -161,6 +161,15 @@ MADE: dict[Any, st.SearchStrategy[Any]] = {
     EvaluationDone: st.builds(EvaluationDone, _ints, _ints, _counts, st.none() | _evaluation),
     CheckpointFile: st.builds(
         CheckpointFile, _texts.map(lambda t: t.replace("/", "")), _counts, st.integers(0, 9)
+    ),
+    Ready: st.builds(
+        Ready,
+        _ints,
+        _some(st.builds(Built, _counts, st.just(0), _some(_texts, 4), _counts), 1),
+        _texts,
+        st.none() | _batch,
+        existing=_some(st.builds(Existing, _weight, _texts)),
+        cached=_some(st.builds(Cached, _texts, _texts, _ints)),
     ),
     Heartbeat: st.builds(
         Heartbeat,
