@@ -41,6 +41,7 @@ from pipeworker.worker.step.batch_feed import BatchFeed
 from pipeworker.worker.step.evaluation import Explain, PassFailed
 from pipeworker.worker.step.executor import Executor, StepOutput
 from pipeworker.worker.step.wiring import Wiring
+from pipeworker.worker.transport.links.link import Link
 from pipeworker.worker.transport.send_thread import SendThread
 from pipeworker.worker.update.ties import Ties
 from pipeworker.worker.update.update import Updater
@@ -141,9 +142,10 @@ class Pipeline:
         most = len(block(microbatches, placement.replicas, 0))
         used = [(e, r) for e in edges(self.schedule(most)) for r in range(placement.replicas)]
         used += [(edge, -1) for edge in replica_edges(placement)]
+        self._memory = [MemoryLink(limit) for _ in used] if lanes == 1 else []
+        links: Sequence[Link] = self._memory or [two_lanes(limit) for _ in used]
         self._links = {
-            key: TakingTurns(MemoryLink(limit) if lanes == 1 else two_lanes(limit), self._turn)
-            for key in used
+            key: TakingTurns(link, self._turn) for key, link in zip(used, links, strict=True)
         }
         self.copies = [Replica([nn.Identity()] * len(layers)) for _ in range(placement.replicas)]
         self.layers, self.stages = self.copies[0].layers, self.copies[0].stages
@@ -240,8 +242,13 @@ class Pipeline:
         """Run on every worker; raise a primary error rather than one caused by a lost peer."""
 
         def run_in_turn(worker: int) -> Any:
-            with self._turn, self._active(worker):
-                return run(worker)
+            try:
+                with self._turn, self._active(worker):
+                    return run(worker)
+            except BaseException:
+                for link in self._memory:  # the others need not wait for it
+                    link.lose()
+                raise
 
         with ThreadPoolExecutor(len(self.executors)) as pool:
             futures = [pool.submit(run_in_turn, worker) for worker in range(len(self.executors))]

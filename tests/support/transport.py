@@ -127,6 +127,11 @@ class _Slot:
     source: torch.Tensor | None = None
     target: torch.Tensor | None = None
     done: threading.Event = field(default_factory=threading.Event)
+    lost: bool = False
+
+    def lose(self) -> None:
+        self.lost = True
+        self.done.set()
 
     def match(self) -> None:
         if self.source is not None and self.target is not None:
@@ -147,7 +152,7 @@ class MemoryPending:
         return self.slot.done.is_set()
 
     def wait(self) -> None:
-        if not self.slot.done.wait(self.limit):
+        if not self.slot.done.wait(self.limit) or self.slot.lost:
             raise PeerLost(f"no matching send or receive within {self.limit:g} s")
 
 
@@ -162,6 +167,7 @@ class MemoryLink(OneLane):
 
     limit: float = 30.0
     sent: Counter[int] = field(default_factory=Counter)
+    _lost: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _unreceived: dict[int, deque[_Slot]] = field(default_factory=dict)
     _unsent: dict[int, deque[_Slot]] = field(default_factory=dict)
@@ -195,13 +201,24 @@ class MemoryLink(OneLane):
     def close(self) -> None:
         """Do nothing: there is no connection."""
 
-    @staticmethod
-    def _match(other: dict[int, deque[_Slot]], own: dict[int, deque[_Slot]], tag: int) -> _Slot:
+    def lose(self) -> None:
+        """Have all sends and receives that are not complete raise PeerLost, now and later."""
+        with self._lock:
+            self._lost = True
+            for slots in (*self._unreceived.values(), *self._unsent.values()):
+                for slot in slots:
+                    slot.lose()
+
+    def _match(
+        self, other: dict[int, deque[_Slot]], own: dict[int, deque[_Slot]], tag: int
+    ) -> _Slot:
         """Return the slot that the other end has left for a tag, or leave a new one for it."""
         waiting = other.get(tag)
         if waiting:
             return waiting.popleft()
         slot = _Slot()
+        if self._lost:
+            slot.lose()
         own.setdefault(tag, deque()).append(slot)
         return slot
 
