@@ -25,6 +25,8 @@ from pipeworker.worker.transport import handshake
 from pipeworker.worker.transport.handshake import AuthenticationError, HandshakeSteps, PeerLeft
 
 _KEEPALIVE_IDLE = 30  # seconds until the kernel probes a silent peer
+CLOSED = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
+"""What TLS raises where the peer has closed: without and with its announcement of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ class Login:
             steps = self.steps(connection, connects=True)
             try:
                 return handshake.complete(steps, connection, deadline)
-            except (PeerLeft, ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError):
+            except (PeerLeft, ConnectionError, *CLOSED):
                 if closed() or time.monotonic() > deadline:
                     raise
             time.sleep(timings().poll)

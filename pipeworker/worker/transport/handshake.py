@@ -9,6 +9,7 @@ of a listener learns nothing from it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import secrets
@@ -235,8 +236,10 @@ def accept_each(
                 if key.fileobj is listener:
                     try:
                         connection, _ = listener.accept()
-                    except OSError:
-                        continue  # it was closed meanwhile
+                    except OSError as error:  # it was closed meanwhile
+                        if error.errno in (errno.EMFILE, errno.ENFILE):
+                            time.sleep(timings().poll)  # it stays readable: others must close
+                        continue
                     connection.setblocking(False)
                     descriptor, has_data = connection.fileno(), has_sent_data(connection)
                     pending.add(descriptor, steps_of(connection), time.monotonic() + seconds)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import ssl
 import struct
 import threading
 import time
@@ -23,7 +22,7 @@ from pipeworker.errors import PeerLost
 from pipeworker.host import streams
 from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory
 from pipeworker.worker.transport import handshake
-from pipeworker.worker.transport.credentials import Credentials, Login
+from pipeworker.worker.transport.credentials import CLOSED, Credentials, Login
 from pipeworker.worker.transport.handshake import AuthenticationError, Membership, PeerLeft
 from pipeworker.worker.transport.network import CoordinatorStore, Network
 
@@ -190,7 +189,7 @@ def fetch_snapshot(
             with login.connect(address, deadline) as server:
                 server.settimeout(max(0.001, deadline - time.monotonic()))
                 return _fetch(server, rank, slot)
-        except (AuthenticationError, ConnectionError, ssl.SSLEOFError, TimeoutError) as error:
+        except (AuthenticationError, ConnectionError, *CLOSED, TimeoutError) as error:
             if time.monotonic() > deadline or isinstance(error, TimeoutError):
                 host, port = address
                 text = f"the snapshot of rank {rank} at {host}:{port}: {error}"

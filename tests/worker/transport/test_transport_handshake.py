@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -11,12 +12,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.errors import PeerLost, UsageError
+from pipeworker.timings import DEFAULT
 from pipeworker.worker.transport import handshake
 from pipeworker.worker.transport.credentials import Credentials
 from pipeworker.worker.transport.handshake import (
@@ -339,3 +343,26 @@ def test_the_listener_closes_once_the_peer_is_accepted() -> None:
         assert len(listening() - before) == 1
         assert listener.accepts_peer()
         assert listening() == before
+
+
+class _Exhausted(socket.socket):
+    """A listener of a process that has no descriptors left."""
+
+    tries = 0
+
+    def accept(self) -> Any:
+        self.tries += 1
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_a_listener_without_descriptors_waits_until_there_are_some() -> None:
+    """The connection stays in the queue, and its listener readable."""
+    with _Exhausted() as listener, socket.socket() as client:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        client.connect(listener.getsockname())
+        ends = time.monotonic() + 3 * DEFAULT.poll
+        is_over = lambda: time.monotonic() > ends  # noqa: E731
+        steps = partial(handshake.plain_steps, key=KEY, sends=True)
+        assert list(handshake.accept_each(listener, "a channel", is_over, steps)) == []
+        assert 1 <= listener.tries <= 4
