@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from pipeworker.errors import UsageError
+from pipeworker.worker.stage.cut.classes import hide_stand_ins
 from support.cut_modules import Whole, mse, pipeline_of, sgd
 from support.plain_loop import plain
 
@@ -93,3 +95,16 @@ def test_the_code_of_torch_is_left_alone() -> None:
     module = Asking(ASKS["is"])
     pipeline_of(module, list(vectors()), mse, 1, "always")
     assert "type" not in vars(torch.nn.modules.module)
+
+
+def test_type_takes_the_place_of_the_builtin() -> None:
+    namespace: dict[str, Any] = {"nn": nn, "__name__": "job"}
+    exec("class Layer(nn.Module):\n    def forward(self, x): return x", namespace)
+    hide_stand_ins(namespace["Layer"]())
+    hidden = namespace["type"]
+    assert hidden(nn.Module) is hidden
+    assert hidden[int] == type[int]
+    meta = types.new_class("Meta", (hidden,))
+    assert isinstance(meta("Made", (), {}), meta)
+    assert not isinstance(nn.Module, meta)
+    assert not issubclass(type, meta)

@@ -35,7 +35,7 @@ class Rehearsal(Forward):
     Args:
         calls: the calls of the earlier run.
         described: by layer, descriptions of what its unit returned.
-        cause: for the message, who left what differs, and when that is so.
+        cause: for the message, the code that leaves what differs, and when it differs.
         units: the units of the module by name.
         isolation: of the earlier run of the same module; None if this is another copy of it.
     """
