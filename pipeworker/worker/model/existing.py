@@ -32,7 +32,7 @@ from pipeworker.job.signatures import signature
 from pipeworker.worker.internals import is_fake
 
 _MOST = 1 << 16
-"""Objects that are visited at most: a callable may use a data set, or a library."""
+"""Objects that are visited, or wait for it, at most: a callable may use a data set or a library."""
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), CodeType)
 _WITHOUT = frozenset({"torch", "pipeworker", *sys.stdlib_module_names})
 """Packages whose functions and classes reach no parameter of the user's."""
@@ -117,7 +117,8 @@ class Origins:
                 held = list(islice(_held_by(value), _MOST))
             except Exception:  # of the user's code, which may be behind an attribute
                 continue
-            waiting.extend((f"{path}/{name}", one) for name, one in held if _may_lead_on(one))
+            leading = ((f"{path}/{name}", one) for name, one in held if _may_lead_on(one))
+            waiting.extend(islice(leading, _MOST - len(waiting)))
         return parameters
 
 
