@@ -200,6 +200,15 @@ def test_a_run_that_is_resumed_counts_its_earlier_evaluations() -> None:
     assert (ended.ended.status, ended.ended.steps) == ("done", 7)
 
 
+def test_recorded_passes_count_as_those_that_are_added() -> None:
+    passes = [evaluation_of(step, loss) for step, loss in ((2, 0.5), (4, 0.3), (6, 0.4))]
+    added = Evaluations(Criterion("loss"))
+    for one in passes:
+        added.add(one)
+    assert Evaluations.of(Criterion("loss"), passes) == added
+    assert Evaluations.of(Criterion("loss"), []) == Evaluations(Criterion("loss"))
+
+
 def test_passes_before_a_loss_count_once() -> None:
     found = Evaluations(Criterion("loss"))
     kept = [found.add(evaluation_of(step, loss)) for step, loss in ((2, 0.5), (4, 0.3), (6, 0.4))]

@@ -30,6 +30,14 @@ class Evaluations:
     _lost: set[int] = field(default_factory=set)
     _last: int = -1  # the step of the last pass that counts
 
+    @staticmethod
+    def of(criterion: Criterion, passes: Iterable[Evaluation]) -> Evaluations:
+        """Return the passes that a run has recorded."""
+        found = Evaluations(criterion)
+        found._values = {one.step: criterion.value(one.row()) for one in passes}
+        found._count(max(found._values, default=-1))
+        return found
+
     def add(self, evaluation: Evaluation) -> bool:
         """Add a pass; return whether its checkpoint is to be kept.
 

@@ -109,9 +109,7 @@ class Progress:
     @staticmethod
     def after(start: Start, options: Options, now: float) -> Progress:
         """Return the progress of a job that another process began."""
-        evaluations = Evaluations(Criterion.parse(options.best))
-        for evaluation in start.evaluations:
-            evaluations.add(evaluation)
+        evaluations = Evaluations.of(Criterion.parse(options.best), start.evaluations)
         evaluations.keep_only(start.checkpoints)
         return Progress(
             saved_at=now,
