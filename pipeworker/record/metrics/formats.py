@@ -49,7 +49,7 @@ class ExtraFormats:
     def withdraw(self, source: Path, step: int) -> None:
         """Remove the row of a step, which `source` does not have any more, where that is possible.
 
-        TensorBoard shows no figures of a step behind which a process says that it begins there.
+        TensorBoard ignores the figures of a step at which a later record has a process start.
         """
         if source in self._tables:
             self._tables[source].rewrite()

@@ -66,7 +66,7 @@ class Rows:
         """Remove the last row if it is of `step`.
 
         Raises:
-            OSError: the file was removed.
+            OSError: the file cannot be read or written.
         """
         if self._pending:
             line = self._pending[-1]
