@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -114,7 +114,7 @@ class LoadedWorker:
         control.name = role.placement.names(role.rank)
         return replace(self, role=role)
 
-    def evaluation(self) -> Iterator[MicroBatches]:
+    def evaluation(self) -> Generator[MicroBatches, None, None]:
         """Return the mini-batches of ``evaluation()``, which are read as stage 0 takes them."""
         reader = partial(
             Reader,

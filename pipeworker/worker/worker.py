@@ -205,9 +205,10 @@ class Worker:
             case RunStep():
                 return self._run(command, worker)
             case Evaluate():
-                with recorder.during(EVALUATION):
+                evaluation = contextlib.closing(worker.loaded.evaluation())
+                with recorder.during(EVALUATION), evaluation as batches:
                     worker.state.begin_pass()
-                    control, batches = worker.loaded.control, worker.loaded.evaluation()
+                    control = worker.loaded.control
                     wanted = takewhile(lambda _: control.ended_pass != command.step, batches)
                     return self.evaluate(command.step, wanted)
             case Save():

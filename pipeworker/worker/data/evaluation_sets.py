@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +15,14 @@ from pipeworker.worker.data.reader import MicroBatches, Reader
 _SOURCE = "evaluation(): gave"
 
 
-def read_sets(evaluation: Any, reader: Callable[..., Reader]) -> Iterator[MicroBatches]:
+def read_sets(
+    evaluation: Any, reader: Callable[..., Reader]
+) -> Generator[MicroBatches, None, None]:
     """Yield the mini-batches of ``evaluation()``, each with the name of its set.
 
     The sets are the values of a dict, in its order. Each is read under the random stream of a
-    single one. Afterwards the user's own generators have the states from before the pass.
+    single one. Afterwards the user's own generators have the states from before the pass, also if
+    the iterator is closed before its end.
 
     Args:
         evaluation: a source of mini-batches, a dict of sources, or a function that returns either.
@@ -50,10 +54,12 @@ def _call(function: Callable[[], Any], reader: Callable[..., Reader]) -> Iterato
     # The reader looks there for the generators of the user's.
     vars(first_source)["__self__"] = getattr(function, "__self__", function)
     first = reader(first_source, error_prefix=_SOURCE)
-    for batches in iter(first.read, None):
-        yield replace(batches, name=next(iter(sets), ""), length=first.length)
-    yield from _read({name: sets[name] for name in [*sets][1:]}, reader)
-    first.rewind()
+    try:
+        for batches in iter(first.read, None):
+            yield replace(batches, name=next(iter(sets), ""), length=first.length)
+        yield from _read({name: sets[name] for name in [*sets][1:]}, reader)
+    finally:
+        first.rewind()
 
 
 def _from_start(function: Callable[..., Any]) -> Any:
@@ -68,8 +74,9 @@ def _read(sets: Mapping[str, Any], reader: Callable[..., Reader]) -> Iterator[Mi
 
 
 def _read_one(name: str, reader: Reader) -> Iterator[MicroBatches]:
-    for batches in reader.iterate_epoch():
-        yield replace(batches, name=name, length=reader.length)
+    with closing(reader.iterate_epoch()) as epoch:
+        for batches in epoch:
+            yield replace(batches, name=name, length=reader.length)
 
 
 def _prefix(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from types import MappingProxyType
 from typing import Any
@@ -118,18 +118,21 @@ class Reader:
         self._epoch = Epoch(self.data, self._name, number, self._stream, position, way)
         return self._epoch
 
-    def iterate_epoch(self) -> Iterator[MicroBatches]:
+    def iterate_epoch(self) -> Generator[MicroBatches, None, None]:
         """Yield the mini-batches of one epoch, then restore the user's own generators.
 
-        So neither another pass nor other code with such a generator depends on this pass.
+        So neither another pass nor other code with such a generator depends on this pass, of which
+        the caller may read a part only.
         """
-        yield from iter(self.read, None)
-        self.rewind()
+        try:
+            yield from iter(self.read, None)
+        finally:
+            self.rewind()
 
     def rewind(self) -> None:
         """Restore the user's own generators to their states at the beginning of the epoch."""
-        assert self._epoch
-        self._epoch.rewind()
+        if self._epoch is not None:  # else its beginning has failed
+            self._epoch.rewind()
 
     @property
     def length(self) -> int:

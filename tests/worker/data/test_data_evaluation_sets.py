@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from pipeworker.errors import UsageError
+from pipeworker.worker.blame import UserCodeError
 from pipeworker.worker.data.evaluation_sets import read_sets
 from pipeworker.worker.data.reader import Reader
 
@@ -56,6 +58,27 @@ def test_each_set_is_read_as_if_it_were_the_only_one() -> None:
             assert torch.equal(value, expected)
         assert torch.equal(SHARED.get_state(), state)
     assert [name for name, _ in alone] == ["", ""]
+
+
+@pytest.mark.parametrize("evaluation", [one, both, {"val": one, "test": three}])
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_a_pass_that_ends_early_leaves_the_users_generators_as_they_were(
+    evaluation: Any, count: int
+) -> None:
+    state = SHARED.get_state()
+    batches = read_sets(evaluation, partial(Reader, microbatches=1, seed=5, epochs=1))
+    list(itertools.islice(batches, count))
+    batches.close()
+    assert torch.equal(SHARED.get_state(), state)
+
+
+def test_data_that_cannot_be_read_is_the_error() -> None:
+    def evaluation() -> Any:
+        raise LookupError("no data")
+
+    for sets in (evaluation, {"val": evaluation}):
+        with pytest.raises(UserCodeError, match="no data"):
+            read(sets)
 
 
 @pytest.mark.parametrize(
