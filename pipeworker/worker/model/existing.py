@@ -2,8 +2,8 @@
 
 A callable can return or use a parameter of a global variable, a closure or a default argument. Two
 callables then share it, which is seen by identity where one process builds both layers. In two
-processes the parameter is two objects. They have the same origin: the way on which the callables
-reach the parameter. Each process has all callables, and finds the same ways.
+processes the parameter is two objects. They have the same origin: the path by which the callables
+reach the parameter. Each process has all callables, and finds the same paths.
 
 A function without arguments may keep what it returns (``functools.cache``), once the first layer
 is built that needs it. Its parameters are *cached*; they have origins as well.
@@ -61,7 +61,7 @@ class Origins:
     """The origins of the parameters that a model's entries reach before any layer is built.
 
     Attributes:
-        kept: by their ways, the functions that keep parameters which were built with layers.
+        kept: by path, the functions that keep parameters which were built with layers.
     """
 
     def __init__(self, entries: Sequence[Any]) -> None:
