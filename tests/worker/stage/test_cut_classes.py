@@ -38,6 +38,7 @@ class Asking(nn.Module):
         return out * self.scale if self.asks(out, x) else out
 
 
+_FOUND, _GENERIC = {type: 1}, type[Any]
 ASKS: dict[str, Callable[[Any, Any], bool]] = {
     "is": lambda one, _: type(one) is torch.Tensor,
     "the same": lambda one, other: type(one) is type(other),
@@ -45,6 +46,9 @@ ASKS: dict[str, Callable[[Any, Any], bool]] = {
     "instance": lambda one, other: isinstance(one, type(other)),
     "class": lambda one, _: isinstance(type(one), type) and issubclass(type, type),
     "made": lambda one, _: type("Made", (), {}) is not type(one),  # three arguments: a new class
+    "of a class": lambda one, _: type(type(one)) is type and type in (type(int),),
+    "key": lambda one, _: type in {type(type(one)): one} and _FOUND[type] == 1,
+    "generic": lambda one, _: type[Any] == _GENERIC,
     "none": lambda one, _: type(one) is tuple,
 }
 

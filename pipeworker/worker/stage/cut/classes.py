@@ -29,6 +29,12 @@ class _Meta(type):
         found = type(*args, **kwargs)
         return cls if found is type else found
 
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or (cls is _Type and other is type)
+
+    def __hash__(cls) -> int:
+        return hash(type) if cls is _Type else type.__hash__(cls)
+
     def __getitem__(cls, item: Any) -> GenericAlias:
         return type[item]
 
