@@ -218,6 +218,57 @@ def test_a_forward_that_uses_a_parameter_of_another_layer_is_an_error(
     assert f"error: {user}: uses the parameter 0.table of another layer" in run.stderr
 
 
+CUT = """
+    class Cut(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+            self.tok, self.head = Tok(), nn.Linear(8, 11)
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+        def forward(self, ids):
+            x = self.tok(ids)
+            for layer in self.layers:
+                x = x + layer(x)
+            return self.head(x) + FORWARD
+
+    torch.manual_seed(0)
+    whole = Cut()
+
+    def model():
+        return whole
+
+    def loss(output, target):
+        error = nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+        return error + LOSS
+"""
+
+
+@pytest.mark.parametrize("stages", ["1", "3"])
+def test_the_loss_may_use_parameters_of_a_cut_module_that_the_last_layer_has(
+    jobs: Jobs, stages: str
+) -> None:
+    source = EAGER + CUT.replace("FORWARD", "0")
+    options = ["--stages", stages, "--microbatches", "2"]
+    run = jobs.run(*options, source=source.replace("LOSS", "whole.tok.table.norm()"))
+    assert run.status == 2, run.stderr
+    assert "error: loss(): uses the parameter tok.table of another layer" in run.stderr
+    jobs.train(*options, source=source.replace("LOSS", "whole.head.weight.norm()"))
+
+
+def test_the_loss_may_use_parameters_that_no_layer_uses(jobs: Jobs) -> None:
+    source = EAGER + CUT.replace("FORWARD", "0").replace("+ LOSS", "* whole.scale")
+    same(*(jobs.train("--stages", stages, "--microbatches", "2", source=source) for stages in "13"))
+
+
+def test_a_cut_forward_that_reaches_parameters_by_a_global_is_an_error(jobs: Jobs) -> None:
+    source = EAGER + CUT.replace("LOSS", "0").replace("FORWARD", "whole.tok.table.sum()")
+    run = jobs.run("--stages", "3", "--microbatches", "2", source=source)
+    assert run.status == 2, run.stderr
+    assert "error: model(): uses the parameter tok.table of another layer, which on" in run.stderr
+    assert "have forward reach it by attributes of the module" in run.stderr
+
+
 CACHED = """
     import functools
 

@@ -9,6 +9,8 @@ from pipeworker.facts.connections import Tie
 from pipeworker.facts.layer_names import is_numbered, layer_of
 from pipeworker.plan.partition import stages_of_layers
 
+LOSS, MODEL = "loss()", "model()"
+"""What messages call the loss, and the forward of a module that is cut."""
 _HOW = "declare it (tied = [...]) if callables build them"
 _MOST_SHOWN = 4
 """The most parameters that the error for undeclared ones names."""
@@ -65,15 +67,17 @@ def check_declared(groups: Iterable[Iterable[str]], ties: Iterable[Tie]) -> None
 
 
 def used_elsewhere(user: str, name: str) -> UsageError:
-    """Return the error for a layer, or the loss, that uses a parameter which another layer has.
+    """Return the error for code that uses a parameter which another layer has.
 
     Args:
-        user: what the message calls the layer or the loss.
+        user: what the message calls the layer, or :data:`LOSS` or :data:`MODEL`.
         name: the name of the parameter in the other layer.
     """
     remedy = f"tie it: make it a parameter of both layers, and {_HOW}"
-    if user == "loss()":
+    if user == LOSS:
         remedy = "have a layer compute with it, and return the result"
+    elif user == MODEL:
+        remedy = "have forward reach it by attributes of the module, not by a global or a closure"
     return UsageError(
         f"{user}: uses the parameter {name} of another layer, which on another stage is a copy "
         f"that no update changes; {remedy}"

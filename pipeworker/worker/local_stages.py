@@ -59,7 +59,7 @@ class LocalStages:
     aliases: dict[str, str]
     existing: tuple[Existing, ...]
     cached: tuple[Cached, ...]
-    borrowing: Borrowing | None
+    borrowing: Borrowing
     unmatched: int
     adapters: Mapping[str, Any] | None
     resources: ExitStack
@@ -117,8 +117,6 @@ class LocalStages:
 
     def take_borrowed(self) -> tuple[Borrowed, ...]:
         """Return the uses of parameters that were found since the last call."""
-        if self.borrowing is None or not self.borrowing.found:
-            return ()
         found, self.borrowing.found = self.borrowing.found, []
         return tuple(found)
 

@@ -51,7 +51,7 @@ class Model:
         entries: the layers, or callables that build them.
         cut: how the module is cut, if it is no sequence of layers.
         existing: the parameters that built layers train, and that existed before.
-        borrowing: looks for parameters that layers use and do not have; None for a cut module.
+        borrowing: looks for parameters that layers, or the loss, use and do not have.
     """
 
     def __init__(
@@ -87,11 +87,10 @@ class Model:
         self._origins = Origins(self.entries)
         self.existing: list[Existing] = []
         self._places = ByParameter()
-        for index, entry in enumerate(self.entries if self.cut is None else ()):
+        for index, entry in enumerate(self.entries):
             if isinstance(entry, nn.Module):
                 self._note_names(index, entry)
-        found = Borrowing(self._places.__getitem__, self._origins.__getitem__)
-        self.borrowing = found if self.cut is None else None
+        self.borrowing = Borrowing(self._places.__getitem__, self._origins.__getitem__)
 
     def _names_of(self, job: JobFile, layers: list[str]) -> LayerNames:
         if job.names and self.cut is not None:
@@ -164,6 +163,8 @@ class Model:
                 self._seed_all()
                 module = self._make()
         built = list(self.cut.parts_of(module).values())
+        for index, one in enumerate(built):
+            self._note_names(index, one)
         for layer in layers:
             self.entries[layer] = built[layer]
 

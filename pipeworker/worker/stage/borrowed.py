@@ -45,8 +45,8 @@ class Borrowing:
         Args:
             user: what errors call it.
             index: the index of the layer in the model.
-            layer: the layer, or the last one for the loss.
-            call: the layer's forward or the loss.
+            layer: the layer; the last one for the loss; all of the stage for a module that is cut.
+            call: the layer's forward, the loss, or the stage's part of the module's forward.
 
         Raises:
             UsageError: as the function is called, if another layer of this process has a parameter.

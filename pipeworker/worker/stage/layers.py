@@ -16,6 +16,7 @@ from pipeworker.errors import PipeworkerError, SkipError
 from pipeworker.facts.position import Phase, Position
 from pipeworker.host.position import Tracker
 from pipeworker.job.options import Options
+from pipeworker.plan.ties import MODEL
 from pipeworker.worker import blame
 from pipeworker.worker.internals import allow_any_number_of_graphs, calling_around_compilations
 from pipeworker.worker.stage import rng
@@ -229,6 +230,10 @@ class Layers:
         at, number = self.first, self._number + microbatch
         seed_of = rng.layer_seed if train else rng.evaluation_seed
         node: Any = None
+        run: Callable[..., Any] = self._parts[0].cut.run
+        if self._borrowing is not None and train:
+            borrowing, self._borrowing = self._borrowing, None
+            run = borrowing.watching(MODEL, self.first, nn.ModuleList(self.modules), run)
 
         def enter(layer: int) -> None:
             nonlocal at
@@ -246,7 +251,7 @@ class Layers:
 
         try:
             with self.autocast or nullcontext():
-                return self._parts[0].cut.run(self._parts, self._calls, value, enter, leave)
+                return run(self._parts, self._calls, value, enter, leave)
         except PipeworkerError:
             raise
         except BaseException as error:

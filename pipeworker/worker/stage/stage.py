@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from pipeworker.errors import UsageError
 from pipeworker.facts.position import Phase
 from pipeworker.host.position import Tracker
+from pipeworker.plan.ties import LOSS
 from pipeworker.worker import blame
 from pipeworker.worker.internals import engine, version_of
 from pipeworker.worker.stage import losses, split
@@ -264,7 +265,7 @@ class Stage:
             loss_of = self.loss_of
             if self._borrowing is not None:
                 last, index, self._borrowing = self._borrowing, self.last_layer, None
-                loss_of = last.watching("loss()", index, self.layers[-1], loss_of)
+                loss_of = last.watching(LOSS, index, self.layers[-1], loss_of)
             # The loss draws from the last layer's random stream: both are always on one stage.
             return losses.record(mb, loss_of(output, mb.target))
         mb.outgoing, mb.departing = output, dict(departing)  # the graph keeps its own

@@ -122,7 +122,7 @@ class Cut:
         known = {id(p) for name, p in parameters.items() if name in held or name in plan.parameters}
         for name, tensor in parameters.items():
             if name not in held and id(tensor) not in known:
-                outside[0][name] = tensor  # nothing uses it; it is saved with the others
+                outside[-1][name] = tensor  # no layer uses it; the loss may
         found: dict[str, nn.Module] = {}
         for i, unit in enumerate(plan.units):
             kind, own = part_class(plan.classes[i]), module.get_submodule(unit)
