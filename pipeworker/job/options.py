@@ -45,8 +45,8 @@ _T = TypeVar("_T")
 _RANGES: dict[str, tuple[int, int]] = {
     "stages": (1, MAX_STAGES),
     "virtual_stages": (1, MAX_STAGES),
-    "microbatches": (1, MAX_MICROBATCHES),
     "replicas": (1, MAX_REPLICAS),
+    "microbatches": (1, MAX_MICROBATCHES),  # by default a multiple of those before
     **dict.fromkeys(("seed", "max_restarts"), (0, _MOST)),
     "threads": (1, MAX_THREADS),
     **dict.fromkeys(("accumulate", "keep", "steps", "epochs"), (1, _MOST)),

@@ -123,6 +123,16 @@ def test_at_the_edge_of_the_range(name: str, value: int) -> None:
     assert getattr(options(**{name: value}), name) == value
 
 
+@pytest.mark.parametrize(
+    ("stages", "replicas", "name"), [(10**20, 1, "stages"), (2, 10**20, "replicas")]
+)
+def test_a_number_out_of_range_is_named_before_the_default_made_of_it(
+    stages: int, replicas: int, name: str
+) -> None:
+    with pytest.raises(UsageError, match=rf"^--{name} {10**20}: must be \d+ or less$"):
+        make_options("/jobs/job.py", stages, {"replicas": replicas})
+
+
 def given_as(how: str, balance: list[int]) -> Options:
     """Return options with a balance for two stages, given in one of several ways."""
     if how == "options":
