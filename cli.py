@@ -26,7 +26,6 @@ from launcher.command import (
     is_given,
     is_typed,
     origin,
-    written,
 )
 from launcher.display_options import take_style
 from launcher.engines.engine import Carrier, Cluster, SubmittedJob
@@ -124,17 +123,6 @@ def _request(chosen: dict[str, Any], ranks: int | None = None) -> RunRequest:
     )
 
 
-def _check(request: RunRequest, *, here: bool = True) -> None:
-    """Validate the request; name the file or variable that a wrong option came from."""
-    try:
-        request.validate(local=here)
-    except UsageError as error:
-        for name, source in request.origins.items():
-            if str(error).startswith(f"{written(name)} "):
-                raise UsageError(f"{error} ({source})") from None
-        raise
-
-
 @main.command(cls=JobCommand, params=LAUNCH_PARAMETERS, context_settings=_JOB, epilog=ANYWHERE)
 def launch(
     hosts: str | None,
@@ -172,7 +160,7 @@ def launch(
             request = replace(request, stages=local.default_stages(chosen["replicas"]))
     engine = target.engine
     shares_files = not isinstance(engine, Cluster) or engine.shares_files
-    _check(request, here=shares_files)  # only the other hosts know their paths
+    request.validate(local=shares_files)  # only the other hosts know their paths
     local.check_job_file(Path(request.job_file))
     if debug:
         sys.exit(foreground.run(request, view))
@@ -276,7 +264,7 @@ def worker(**chosen: Any) -> None:
     info = RankInfo.from_environment()
     view = take_style(chosen, click.get_current_context())
     request = _request(chosen, info.world)
-    _check(request)
+    request.validate()
     try:
         status = torchrun.run(info, request, view)
     except PipeworkerError as error:

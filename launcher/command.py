@@ -160,6 +160,20 @@ def origin(context: click.Context, name: str) -> str:
     return ""
 
 
+@contextmanager
+def naming_sources(context: click.Context) -> Iterator[None]:
+    """Add to the error of an option in the context the variable or file that gives the option."""
+    try:
+        yield
+    except UsageError as error:
+        for option in context.command.params:
+            words = tuple(f"{word} " for word in option.opts)
+            source = origin(context, str(option.name))
+            if source and str(error).startswith(words):
+                raise UsageError(f"{error} ({source})") from None
+        raise
+
+
 def written(name: str) -> str:
     """Return an option's name as the command line writes it."""
     return f"--{name.replace('_', '-')}"

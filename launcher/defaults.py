@@ -140,6 +140,8 @@ class Defaults:
             return option.type.convert(text, option, context)
         except click.BadParameter as error:
             raise UsageError(f"{self.where}: {key} = {value!r}: {error.message}") from None
+        except UsageError as error:  # of a schedule
+            raise UsageError(f"{error} ({self.where})") from None
 
 
 def check_variables(

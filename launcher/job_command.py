@@ -11,7 +11,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from launcher.command import Command
+from launcher.command import Command, naming_sources
 from launcher.defaults import Defaults, check_variables
 from launcher.options import LAUNCH_PARAMETERS
 from pipeworker.errors import UsageError
@@ -26,7 +26,8 @@ class FileCommand(Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse as click does; the words after ``--`` are for the job file."""
         at = args.index(_END) if _END in args else len(args)
-        rest = super().parse_args(ctx, args[:at])
+        with naming_sources(ctx):
+            rest = super().parse_args(ctx, args[:at])
         params, arguments = ctx.params, args[at + 1 :]
         is_missing = params["job_file"] is None and not params.get("resume")
         if is_missing and arguments and not arguments[0].startswith("-"):
@@ -35,6 +36,10 @@ class FileCommand(Command):
             params["arguments"] = (*params["arguments"], *arguments)
             ctx.set_parameter_source("arguments", ParameterSource.COMMANDLINE)
         return rest
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with naming_sources(ctx):
+            return super().invoke(ctx)
 
     def fill_in(self, ctx: click.Context) -> None:
         """Take the options of a project's file that neither words nor variables give."""

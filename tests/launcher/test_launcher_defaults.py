@@ -184,6 +184,38 @@ def test_an_error_of_a_value_out_of_range_names_its_source(
     assert refused("--seed", "1") == expected
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "error"),
+    [
+        ("log-every", "0", "--log-every 0: must be an integer of 1 or more"),
+        ("profile-steps", "x", "--profile x: must be the first and the last step to profile"),
+        ("schedule", "x", "--schedule x: no such schedule or file"),
+    ],
+)
+def test_an_error_of_any_option_names_its_source(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, option: str, value: str, error: str
+) -> None:
+    project(f"{option} = {value if option == 'log-every' else repr(value)}")
+    found = refused()
+    assert found.startswith(error)
+    assert found.endswith(" (pyproject.toml, [tool.pipeworker])")
+    variable = f"PIPEWORKER_{option.upper().replace('-', '_')}"
+    monkeypatch.setenv(variable, value)
+    found = refused()
+    assert found.startswith(error)
+    assert found.endswith(f" ({variable})")
+
+
+@pytest.mark.usefixtures("launch")
+def test_an_error_of_an_option_of_a_plan_names_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    project("stages = 2\nmicrobatches = 0")
+    error = "error: --microbatches 0: must be 1 or more"
+    assert run("plan", "jobs/job.py").output == f"{error} (pyproject.toml, [tool.pipeworker])\n"
+    monkeypatch.setenv("PIPEWORKER_MICROBATCHES", "0")
+    assert run("plan", "jobs/job.py").output == f"{error} (PIPEWORKER_MICROBATCHES)\n"
+    assert run("plan", "--stages", "2").output == f"{error} (PIPEWORKER_MICROBATCHES)\n"
+
+
 def test_a_resumed_run_keeps_its_options(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     project("stages = 2\nseed = 5\nsteps = 3")
     first = launch("--run-dir", "run")
