@@ -46,6 +46,12 @@ FAILS = """
         subprocess.Popen(["sleep", "1000"])
         time.sleep(1000)
 """
+KILLED = """
+    import os
+
+    def on_checkpoint(path):
+        os.kill(os.getpid(), 9)
+"""
 WORDS = ("--microbatches", "4", "--evaluate-every", "2", "--checkpoint-every", "3", "--keep", "9")
 
 
@@ -99,6 +105,14 @@ def test_a_hook_that_fails_or_hangs_is_a_warning(jobs: Jobs, reference: Referenc
     assert json.loads((run.path / "hooks.json").read_text())["on_checkpoint"] == [0, 0]
     until(lambda: not processes_of(jobs.folder), 5)  # the watcher ends a moment later
     assert_same(run, reference(*words))
+
+
+def test_the_death_of_the_process_of_hooks_is_a_warning_at_the_end_of_the_job_too(
+    jobs: Jobs,
+) -> None:
+    run = jobs.train("--stages", "1", "--microbatches", "4", "--steps", "3", source=JOB + KILLED)
+    expected = "warning: hooks: their process was killed by SIGKILL; none is called any more"
+    assert expected in run.stderr.splitlines()
 
 
 def test_nothing_is_left_of_hooks_when_the_launcher_is_killed(jobs: Jobs) -> None:

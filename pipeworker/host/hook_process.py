@@ -34,7 +34,7 @@ class HookProcess:
         self._started, self._ended = threading.Event(), threading.Event()
         self._warnings: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._is_over = False
+        self._is_over = self._is_killed = False
 
     def start(self, names: Collection[str]) -> None:
         """Start the process, unless it was or there are no hooks of these `names`."""
@@ -97,7 +97,7 @@ class HookProcess:
 
     def kill(self) -> None:
         """End the process and those that it has started."""
-        self._is_over = True
+        self._is_killed = True
         if self._process is not None and not self._ended.is_set():
             kill_group(self._process.pid)
 
@@ -118,8 +118,9 @@ class HookProcess:
                 self._warnings.put(warning.text)
         kill_group(process.pid)  # what it has started
         code = process.wait(timings().exit)
-        self._ended.set()
-        if not self._is_over and code != 1:  # with 1, it has warned itself
+        is_expected = self._is_killed or (self._is_over and code == 0)
+        self._ended.set()  # finish() calls kill() now
+        if not is_expected and code != 1:  # with 1, it has warned itself
             self._warnings.put(
                 f"hooks: their process {describe_exit(code)}; none is called any more"
             )
