@@ -34,6 +34,7 @@ from pipeworker.worker.internals import is_fake
 _MOST = 1 << 16
 """Objects that are visited, or wait for it, at most: a callable may use a data set or a library."""
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), CodeType)
+_CONTAINERS = (dict, list, tuple, set)
 _WITHOUT = frozenset({"torch", "pipeworker", *sys.stdlib_module_names})
 """Packages whose functions and classes reach no parameter of the user's."""
 _DIGEST_SIZE = 8
@@ -106,12 +107,12 @@ class Origins:
             if id(value) in visited:
                 continue
             visited[id(value)] = value
-            if isinstance(value, torch.Tensor):
+            if issubclass(type(value), torch.Tensor):  # isinstance runs code of a proxy
                 if isinstance(value, nn.Parameter) and not self._found[value]:
                     found[value] = _digest(path)
                     parameters.append(value)
                 continue
-            if isinstance(value, _CACHED) and _is_without_arguments(value):
+            if type(value) is _CACHED and _is_without_arguments(value):
                 self._caches[f"{path}()"] = value
             try:
                 held = list(islice(_held_by(value), _MOST))
@@ -190,8 +191,9 @@ def _digest(path: str) -> str:
 
 
 def _may_lead_on(value: Any) -> bool:
-    is_empty = isinstance(value, (dict, list, tuple, set)) and not len(value)
-    return not is_empty and not isinstance(value, _PLAIN)
+    """Return whether a value may refer to others; runs no code of the value's class."""
+    kind = type(value)
+    return not issubclass(kind, _PLAIN) and (kind not in _CONTAINERS or len(value) > 0)
 
 
 def _items(values: Iterable[Any]) -> Iterator[tuple[str, Any]]:

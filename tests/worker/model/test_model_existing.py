@@ -241,7 +241,19 @@ def test_objects_of_the_user_may_raise() -> None:
         def __dict__(self) -> Any:  # type: ignore[override]
             raise RuntimeError("no")
 
-    odd, emb = Raises(), nn.Embedding(3, 2)
+    class Unbound:
+        @property  # type: ignore[misc]
+        def __class__(self) -> Any:
+            raise RuntimeError("no")
+
+    class Sizeless(list[int]):
+        def __len__(self) -> int:
+            raise RuntimeError("no")
+
+    class Dies:
+        pass
+
+    odd, emb = (Raises(), Unbound(), Sizeless(), weakref.proxy(Dies())), nn.Embedding(3, 2)
     (one,) = found([lambda: (odd, emb)[1]], 0)
     assert one.name == "0.weight"
 
