@@ -153,6 +153,7 @@ class Service:
                 self._ping_all()
                 parent.send(lines.KeepAlive(self._options.worker_timeout))
         self._deliver_last()
+        self._run_dir.withdraw(Request.WATCH)  # one that came with the end of the job
         self._files.close()
         parent.drain()
         workers = self._workers
