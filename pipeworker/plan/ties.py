@@ -10,7 +10,7 @@ from pipeworker.facts.layer_names import is_numbered, layer_of
 from pipeworker.plan.partition import stages_of_layers
 
 LOSS, MODEL = "loss()", "model()"
-"""What messages call the loss, and the forward of a module that is cut."""
+"""The names that messages have for the loss, and for the forward of a module that is cut."""
 _HOW = "declare it (tied = [...]) if callables build them"
 _MOST_SHOWN = 4
 """The most parameters that the error for undeclared ones names."""

@@ -110,7 +110,7 @@ class WorkerLife:
 
     @property
     def name(self) -> str:
-        """What people call the worker: ``worker 3: stage 1 of replica 1``."""
+        """The worker's name for people: ``worker 3: stage 1 of replica 1``."""
         replica = f" of replica {self.replica}" if self.replica else ""
         return f"worker {self.rank}: {held_text(self.stages)}{replica}"
 

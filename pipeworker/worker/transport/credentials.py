@@ -26,7 +26,7 @@ from pipeworker.worker.transport.handshake import AuthenticationError, Handshake
 
 _KEEPALIVE_IDLE = 30  # seconds until the kernel probes a silent peer
 CLOSED = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
-"""What TLS raises where the peer has closed: without and with its announcement of that."""
+"""The errors of TLS where the peer has closed: without and with its announcement of that."""
 
 
 @dataclass(frozen=True, slots=True)
