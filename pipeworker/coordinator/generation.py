@@ -269,12 +269,9 @@ class Generation(FactFinding):
             return [*due.effects, *self.over(self.stopped)]
         if due.can_save and saved:
             self.progress.save_requested = False
-        rewrites = due.is_best and self.progress.outdated  # a checkpoint without its evaluation
-        wanted = rewrites or (not saved and (due.is_best or self.save_is_due(now)))
-        save_due = due.can_save and wanted
+        save_due = due.can_save and not saved and (due.is_best or self.save_is_due(now))
         full = due.is_best and self.snapshots.checkpoint_slot is None  # it must not be skipped
-        waits = rewrites or full or self.save_blocks
-        blocks = stops or self.loop.finished or (save_due and waits)
+        blocks = stops or self.loop.finished or (save_due and (full or self.save_blocks))
         if due.must_save or (blocks and not complete):
             return self.save(due, now)
         command = self.loop.next(now)

@@ -257,13 +257,14 @@ class FileLoop(BaseLoop):
         progress.evaluation = evaluation
         progress.evaluated = max(evaluation.step, progress.evaluated)
         is_best = progress.evaluations.add(evaluation)
-        progress.outdated = progress.outdated or progress.evaluation_due
-        progress.evaluation_due = False
+        was_left, progress.evaluation_due = progress.evaluation_due, False
+        progress.outdated = progress.outdated or was_left
         # An evaluation before the first step leaves the numbers of training as they are.
         return Due(
             Evaluated(evaluation.loss) if evaluation.step else None,
             (evaluation,) if new else (),
             can_save=True,
+            must_save=is_best and was_left,  # its checkpoint lacks the figures
             is_best=is_best,
             failure=self._lacking(evaluation),
             loses_nothing=progress.started,
