@@ -33,9 +33,10 @@ class BufferGuard:
     Only those buffers are copied that an earlier step has changed in place; most models have none.
     Of any other buffer its tensor and its version are kept, which show whether it has changed. The
     kernels of norms change running statistics without a new version, so these are always copied.
+    With `copies_all` all buffers are.
     """
 
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
+    def __init__(self, layers: Iterable[nn.Module], *, copies_all: bool = False) -> None:
         self._places = [
             (module, name)
             for layer in layers
@@ -45,7 +46,7 @@ class BufferGuard:
         self._changing = {
             number
             for number, (module, _) in enumerate(self._places)
-            if getattr(module, "running_mean", None) is not None
+            if copies_all or getattr(module, "running_mean", None) is not None
         }
         self._before: list[_Before] | None = None
 
@@ -99,14 +100,11 @@ class PassGuard:
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
-        modules = [module for layer in layers for module in layer.modules()]
-        self._buffers = [
-            (module, name, tensor, tensor.detach().clone())
-            for module in modules
-            for name, tensor in module.named_buffers(recurse=False)
-        ]
+        layers = [*layers]
+        self._buffers = BufferGuard(layers, copies_all=True)
+        self._buffers.begin()
         self._extra: list[tuple[nn.Module, Any]] = []
-        for module in modules:
+        for module in (module for layer in layers for module in layer.modules()):
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 with user_code("get_extra_state()"):
                     self._extra.append((module, copy.deepcopy(module.get_extra_state())))
@@ -117,11 +115,7 @@ class PassGuard:
         Raises:
             UserCodeError: ``set_extra_state()`` of a module raised.
         """
-        with torch.no_grad():
-            for module, name, tensor, before in self._buffers:
-                tensor.copy_(before)
-                if getattr(module, name, None) is not tensor:
-                    setattr(module, name, tensor)
+        self._buffers.restore()
         for module, before in self._extra:
             with user_code("set_extra_state()"):
                 module.set_extra_state(before)
