@@ -26,16 +26,16 @@ class Evaluations:
     best: int | None = None
     since: int = 0
     kept: int | None = None
-    _values: dict[int, float | None] = field(default_factory=dict)  # also of steps to be repeated
+    _values: dict[int, float | None] = field(default_factory=dict)
+    _seen: dict[int, float | None] = field(default_factory=dict)  # also of steps to be repeated
     _lost: set[int] = field(default_factory=set)
-    _last: int = -1  # the step of the last pass that counts
 
     @staticmethod
     def of(criterion: Criterion, passes: Iterable[Evaluation]) -> Evaluations:
         """Return the passes that a run has recorded."""
         found = Evaluations(criterion)
-        found._values = {one.step: criterion.value(one.row()) for one in passes}
-        found._count(max(found._values, default=-1))
+        for evaluation in passes:
+            found.add(evaluation)
         return found
 
     def add(self, evaluation: Evaluation) -> bool:
@@ -44,14 +44,25 @@ class Evaluations:
         A pass that is repeated after a loss has the same figures, and counts once.
         """
         step = evaluation.step
-        self._values[step] = self.criterion.value(evaluation.row())
-        self._count(step)
+        if step not in self._values:
+            self._add(step, self.criterion.value(evaluation.row()))
         return self.kept == step
+
+    def _add(self, step: int, value: float | None) -> None:
+        self._values[step] = self._seen[step] = value
+        self.since += 1
+        if self._is_better(value, self.best):
+            self.best, self.since = step, 0
+        if step not in self._lost and self._is_better(value, self.kept):
+            self.kept = step
+
+    def _is_better(self, value: float | None, step: int | None) -> bool:
+        return self.criterion.is_better(value, None if step is None else self._values[step])
 
     def lose(self, steps: Iterable[int]) -> None:
         """Note that the checkpoints of these steps will not be complete."""
         self._lost |= {*steps}
-        self._count(self._last)
+        self._count()
 
     def keep_only(self, steps: Collection[int]) -> None:
         """Note that there are checkpoints of no other steps."""
@@ -63,18 +74,12 @@ class Evaluations:
         The step may follow the current one: the checkpoint of a later step may be completed after
         an earlier snapshot was chosen, and a second loss goes on from it.
         """
+        self._values = {at: self._seen[at] for at in sorted(self._seen) if at <= step}
         self._lost = {at for at in self._lost if at < step}
-        self._count(step)
+        self._count()
 
-    def _count(self, last: int) -> None:
-        self.best, self.kept, self.since, self._last = None, None, 0, last
-        for step in sorted(at for at in self._values if at <= last):
-            value = self._values[step]
-            self.since += 1
-            if self._is_better(value, self.best):
-                self.best, self.since = step, 0
-            if step not in self._lost and self._is_better(value, self.kept):
-                self.kept = step
-
-    def _is_better(self, value: float | None, step: int | None) -> bool:
-        return self.criterion.is_better(value, None if step is None else self._values[step])
+    def _count(self) -> None:
+        values, self._values = self._values, {}
+        self.best, self.kept, self.since = None, None, 0
+        for step, value in values.items():
+            self._add(step, value)
