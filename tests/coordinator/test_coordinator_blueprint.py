@@ -119,6 +119,13 @@ def test_workers_must_have_the_same_initial_weights() -> None:
     assert job.ended.exit_status == 2
 
 
+def build(job: ScriptedJob, *more: dict[str, Any]) -> None:
+    """Let each worker build its stages, with more fields in its message."""
+    for rank, fields in enumerate(more):
+        (plan,) = job.sent(rank, Plan)
+        job.receive(replace(ready_of(rank, plan, LAYERS, None if rank else BATCH), **fields))
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_parameter_of_layers_on_two_workers_must_be_tied(tied: bool) -> None:
     ties = (Tie(("0.weight", "4.table")),) if tied else ()
@@ -126,11 +133,9 @@ def test_a_parameter_of_layers_on_two_workers_must_be_tied(tied: bool) -> None:
     job.join()
     for rank in (0, 1):
         job.receive(Described(rank, LAYERS, (), ties=ties))
-    for rank, name in enumerate(("0.weight", "4.table")):
-        (plan,) = job.sent(rank, Plan)
-        built = ready_of(rank, plan, LAYERS, None if rank else BATCH)
-        own = Existing(f"{3 * rank}.bias", f"of {rank}")
-        job.receive(replace(built, existing=(own, Existing(name, "emb"))))
+    names = ("0.weight", "4.table")
+    own = [Existing(f"{3 * rank}.bias", f"of {rank}") for rank in (0, 1)]
+    build(job, *({"existing": (own[rank], Existing(names[rank], "emb"))} for rank in (0, 1)))
     if tied:
         assert job.state() is State.STEPPING
     else:
@@ -143,10 +148,7 @@ def test_a_function_that_keeps_parameters_must_build_the_same_everywhere(numbers
     job = ScriptedJob(2)
     job.join()
     job.describe()
-    for rank in (0, 1):
-        (plan,) = job.sent(rank, Plan)
-        built = ready_of(rank, plan, LAYERS, None if rank else BATCH)
-        job.receive(replace(built, cached=(Cached("way", "net", numbers if rank else 5),)))
+    build(job, *({"cached": (Cached("way", "net", number),)} for number in (5, numbers)))
     if numbers == 5:
         assert job.state() is State.STEPPING
     else:
@@ -159,10 +161,8 @@ def test_the_use_of_a_parameter_that_another_worker_has_is_an_error(elsewhere: b
     job = ScriptedJob(2)
     job.join()
     job.describe()
-    for rank in (0, 1):
-        (plan,) = job.sent(rank, Plan)
-        built = ready_of(rank, plan, LAYERS, None if rank else BATCH)
-        job.receive(replace(built, existing=(Existing(f"{4 * rank}.weight", f"of {rank}"),)))
+    own = [Existing(f"{4 * rank}.weight", f"of {rank}") for rank in (0, 1)]
+    build(job, *({"existing": (one,)} for one in own))
     job.done(0, 1)
     used = [Borrowed("layer 4 (Linear)", 4, f"of {what}") for what in ("none", "1", "0")]
     job.done(1, 1, borrowed=tuple(used if elsewhere else used[:2]))
