@@ -214,6 +214,22 @@ def test_what_the_workers_of_a_running_job_do_is_shown(jobs: Jobs) -> None:
     assert "no job is running there" in over.stderr
 
 
+def test_a_request_that_comes_with_the_end_is_withdrawn(jobs: Jobs) -> None:
+    """The coordinator looks for it at intervals that are longer than the rest of the job."""
+    source = (
+        JOB
+        + """
+    def loss(output, target):
+        from pathlib import Path
+        for run in Path().glob("run-*"):
+            (run / ".watch").touch()
+        return nn.functional.cross_entropy(output, target)
+"""
+    )
+    run = jobs.train("--stages", "1", "--steps", "3", source=source)
+    assert not (run.path / ".watch").exists()
+
+
 def stopped_within_a_step(pid: int, ring: Path) -> bool:
     """Stop a worker, and let it run again if it has no action to finish."""
     os.kill(pid, signal.SIGSTOP)
