@@ -268,7 +268,8 @@ class RemoteReader(Reader):
         except (EOFError, OSError):
             if not self._has_read:
                 raise _CannotRead("the process for it has ended") from None
-            raise ReadFailed(Failure(Cause.LOST, "the process that reads data() is gone")) from None
+            # The agent may be gone, whose child it is: then the launcher reports that.
+            raise ReadFailed(Failure(Cause.PEER, "the process that reads data() is gone")) from None
         if isinstance(reply, Unfit):
             raise _CannotRead(reply.reason)
         if isinstance(reply, ReadingFailed):

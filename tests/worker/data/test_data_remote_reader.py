@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipeworker.facts.failure import Cause
 from pipeworker.host.data_readers import DataReaders
 from pipeworker.host.session_watcher import SessionWatcher
 from pipeworker.job.options import Options
@@ -224,8 +225,9 @@ def test_a_lost_process_is_a_loss_that_a_job_recovers_from(host: Host) -> None:
     read(worker)
     (pid,) = host.pids
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(ReadFailed, match=r"the process that reads data\(\) is gone"):
+    with pytest.raises(ReadFailed, match=r"the process that reads data\(\) is gone") as lost:
         read(worker)
+    assert lost.value.failure.cause is Cause.PEER  # secondary: its agent may be gone
 
 
 def test_the_first_mini_batch_can_be_peeked_at_by_each_worker(host: Host) -> None:
