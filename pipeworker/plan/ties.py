@@ -11,7 +11,6 @@ from pipeworker.plan.partition import stages_of_layers
 
 LOSS, MODEL = "loss()", "model()"
 """The names that messages have for the loss, and for the forward of a module that is cut."""
-_HOW = "declare it (tied = [...]) if callables build them"
 _MOST_SHOWN = 4
 """The most parameters that the error for undeclared ones names."""
 
@@ -73,7 +72,10 @@ def used_elsewhere(user: str, name: str) -> UsageError:
         user: what the message calls the layer, or :data:`LOSS` or :data:`MODEL`.
         name: the name of the parameter in the other layer.
     """
-    remedy = f"tie it: make it a parameter of both layers, and {_HOW}"
+    remedy = (
+        "tie it: make it a parameter of both layers, and declare it (tied = [...]) if callables "
+        "build them"
+    )
     if user == LOSS:
         remedy = "have a layer compute with it, and return the result"
     elif user == MODEL:

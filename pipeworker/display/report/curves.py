@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from html import escape
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeworker.display.text import number
 
@@ -35,8 +34,6 @@ _WIDTH, _HEIGHT = 360, 170
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 334, 28, 146
 """The edges of the curve."""
 _Y_TICKS, _X_TICKS = 3, 3
-
-Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

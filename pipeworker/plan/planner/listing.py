@@ -78,7 +78,7 @@ class Play:
     ) -> None:
         stages, workers = placement.stages, placement.workers
         self.orders: list[list[Action]] = [[] for _ in range(workers)]
-        self._placement, self._count, self._rule, self._room = placement, microbatches, rule, room
+        self._placement, self._rule, self._room = placement, rule, room
         self._costs, self._again = costs, again
         self._free = [0.0] * workers
         self._used = [0.0] * workers
