@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import socket
 import struct
 import threading
@@ -190,8 +191,7 @@ def test_a_peer_whose_handshake_outlasts_a_poll_is_served(
         server = SnapshotServer(memories, store, Network(ENDPOINT, "auto"), MEMBERSHIP)
     connection = socket.create_connection(handshake.parse_address(store.get("memory/3")), 20)
     steps = handshake.plain_steps(connection, MEMBERSHIP.snapshot_key(), sends=True)
-    connection.setblocking(False)
-    next(steps)  # it waits for the server's question
+    assert select.select([connection], [], [], 20)[0]  # the server's question is there
     while polls.acquire(blocking=False):
         pass
     for _ in range(4):
