@@ -28,7 +28,7 @@ from pipeworker.plan.partition import block
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.schedule import CHANNEL_CAPACITY, Schedule, edges, replica_edges
-from pipeworker.trace.sampling import row_bytes
+from pipeworker.trace.sampling import Cost, cost_of
 from pipeworker.wire.messages.checkpoint import Copy
 from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.plan import Described, Plan, Ready, StageRange
@@ -260,10 +260,10 @@ class Blueprint:
             self.steps,
         )
 
-    def row_bytes(self, batch: Batch) -> int:
-        """Estimate the bytes by which a mini-batch that is recorded enlarges the timeline."""
+    def cost_to_record(self, batch: Batch) -> Cost:
+        """Estimate what it costs to record a mini-batch."""
         count, replicas = batch.microbatches, range(self.placement.replicas)
-        return row_bytes(self.for_replica(count, replica)[0] for replica in replicas)
+        return cost_of(self.for_replica(count, replica)[0] for replica in replicas)
 
     def run_messages(self, run: RunStep, update: Change | None, copy: Copy | None) -> list[Advance]:
         """Return one message per rank; the action list is included only if it has changed."""

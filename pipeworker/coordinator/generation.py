@@ -303,8 +303,8 @@ class Generation(FactFinding):
         if save and copy is None:
             step = self.progress.steps
             effects.append(Log(f"no checkpoint of step {step}: earlier ones are being written"))
-        size = self.blueprint.row_bytes(run.batch)
-        if self.options.trace or self.progress.sampling.takes(size, now):
+        cost = self.blueprint.cost_to_record(run.batch)
+        if self.options.trace or self.progress.sampling.takes(cost, now):
             run = replace(run, recorded=True)
         return self.send_all(self.blueprint.run_messages(run, due.update, copy), effects)
 

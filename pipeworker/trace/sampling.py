@@ -1,48 +1,76 @@
-"""Which mini-batches are recorded: as many as the timeline has room for. Pure.
+"""Which mini-batches are recorded: as many as the timeline and the steps have room for. Pure.
 
-The room grows by a number of bytes a minute at first, and then by less and less, with the logarithm
-of time, so that a run of a week has a timeline of some hundred megabytes.
+The timeline grows by a number of bytes a minute at first, and then by less and less, with the
+logarithm of time, so that a run of a week has a timeline of some hundred megabytes. The workers
+spend at most a share of the time on it, which decides for short steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from pipeworker.plan.schedule import Schedule
 
 BYTES_A_MINUTE = 5 << 20
 """The bytes by which the timeline of a job may grow at first, over all of its workers."""
+SHARE = 0.005
+"""The share of a worker's time that recording may take."""
 _FULL_RATE = 600.0
-"""Seconds after which it grows by less: in proportion to the inverse of the time."""
-_AT_ONCE = 1 << 20
-_OF_AN_ACTION = 10
+"""Seconds after which the timeline grows by less: in proportion to the inverse of the time."""
+_BYTES_AT_ONCE = 1 << 20
+_SECONDS_AT_ONCE = 0.1
+_BYTES_OF_AN_ACTION = 10
 """The begin and end of an action as differences in microseconds, with their commas."""
-_OF_A_ROW = 150
+_SECONDS_OF_AN_ACTION = 10e-6
+"""Measured with short steps: the worker reads its memory, and makes and writes the row."""
+_BYTES_OF_A_ROW = 150
 
 
-def row_bytes(replicas: Iterable[Schedule]) -> int:
-    """Estimate the bytes of the rows of one mini-batch, of all workers of these replicas."""
-    workers = [actions for schedule in replicas for actions in schedule.workers]
-    return sum(_OF_A_ROW + _OF_AN_ACTION * len(actions) for actions in workers)
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Estimates for the rows of one mini-batch.
+
+    Attributes:
+        size: bytes of the rows of all workers.
+        seconds: time that the worker with the most actions spends on its row.
+    """
+
+    size: int
+    seconds: float
+
+
+def cost_of(replicas: Iterable[Schedule]) -> Cost:
+    """Estimate what it costs to record one mini-batch of all workers of these replicas."""
+    counts = [len(actions) for schedule in replicas for actions in schedule.workers]
+    return Cost(
+        _BYTES_OF_A_ROW * len(counts) + _BYTES_OF_AN_ACTION * sum(counts),
+        _SECONDS_OF_AN_ACTION * max(counts),
+    )
 
 
 class Sampling:
-    """The bytes that rows may have now; they grow with time."""
+    """The bytes and the seconds that rows may take now; both grow with time."""
 
     def __init__(self) -> None:
-        self._left, self._began, self._at = float(_AT_ONCE), 0.0, 0.0
+        self._size, self._seconds = float(_BYTES_AT_ONCE), _SECONDS_AT_ONCE
+        self._began = self._at = 0.0
 
-    def takes(self, size: int, now: float) -> bool:
-        """Return whether rows of `size` bytes are recorded, at a time in seconds.
+    def takes(self, cost: Cost, now: float) -> bool:
+        """Return whether a mini-batch is recorded that begins at a time in seconds.
 
-        Rows that are larger than all that may be left are recorded when as much is left.
+        One that costs more than all that may be left is recorded when as much is left.
         """
         if not self._at:
             self._began = self._at = now
-        share = min(1.0, _FULL_RATE / max(_FULL_RATE, now - self._began))
-        grown = (now - self._at) * share * BYTES_A_MINUTE / 60
-        self._left, self._at = min(float(_AT_ONCE), self._left + grown), now
-        if self._left < min(size, _AT_ONCE):
+        passed, self._at = now - self._at, now
+        rate = min(1.0, _FULL_RATE / max(_FULL_RATE, now - self._began)) * BYTES_A_MINUTE / 60
+        self._size = min(float(_BYTES_AT_ONCE), self._size + passed * rate)
+        self._seconds = min(_SECONDS_AT_ONCE, self._seconds + passed * SHARE)
+        if self._size < min(cost.size, _BYTES_AT_ONCE):
             return False
-        self._left -= size
+        if self._seconds < min(cost.seconds, _SECONDS_AT_ONCE):
+            return False
+        self._size -= cost.size
+        self._seconds -= cost.seconds
         return True

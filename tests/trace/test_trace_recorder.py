@@ -25,7 +25,7 @@ from pipeworker.trace.recorder import (
     seconds,
 )
 from pipeworker.trace.ring import CAPACITY, MiniBatchTimes, Ring
-from pipeworker.trace.sampling import BYTES_A_MINUTE, Sampling, row_bytes
+from pipeworker.trace.sampling import BYTES_A_MINUTE, SHARE, Cost, Sampling, cost_of
 
 ACTIONS = parse_actions("0F0 0>A0 0L0 0<G0 0B0")
 
@@ -134,17 +134,27 @@ def test_what_a_dead_worker_had_begun_is_recorded(tmp_path: Path) -> None:
 
 
 def test_samples_grow_by_a_bounded_number_of_bytes_a_minute() -> None:
-    sampling, taken = Sampling(), []
+    sampling, taken, cost = Sampling(), [], Cost(20_000, 0.0)
     for tick in range(60_000):  # ten minutes of steps of 10 ms
-        if sampling.takes(20_000, 100 + tick / 100):
+        if sampling.takes(cost, 100 + tick / 100):
             taken.append(tick)
     assert len(taken) * 20_000 == pytest.approx(10 * BYTES_A_MINUTE, rel=0.03)
     assert taken[:10] == [*range(10)]
     for tick in range(60_000, 60_000 + 24 * 360):  # a day of steps of 10 s
-        if sampling.takes(20_000, 700 + (tick - 60_000) * 10):
+        if sampling.takes(cost, 700 + (tick - 60_000) * 10):
             taken.append(tick)
     assert len(taken) * 20_000 < 70 * BYTES_A_MINUTE
-    assert Sampling().takes(1 << 40, 1.0)  # of steps that are too large for any minute, one
+    assert Sampling().takes(Cost(1 << 40, 0.0), 1.0)  # of steps too large for any minute, one
+
+
+def test_samples_take_a_bounded_share_of_short_steps() -> None:
+    sampling, taken, cost = Sampling(), [], Cost(100, 0.001)
+    for tick in range(60_000):  # ten minutes of steps of 10 ms
+        if sampling.takes(cost, 100 + tick / 100):
+            taken.append(tick)
+    assert len(taken) * cost.seconds == pytest.approx(600 * SHARE, rel=0.05)
+    assert taken[:10] == [*range(10)]
+    assert Sampling().takes(Cost(100, 1e6), 1.0)  # of steps too long for any minute, one
 
 
 def test_the_estimate_of_a_row_is_near(tmp_path: Path) -> None:
@@ -161,7 +171,7 @@ def test_the_estimate_of_a_row_is_near(tmp_path: Path) -> None:
         recorder.write()
         recorder.close()
         written += len(path.read_text().splitlines()[1])
-    assert row_bytes([schedule]) == pytest.approx(written, rel=0.15)
+    assert cost_of([schedule]).size == pytest.approx(written, rel=0.15)
 
 
 def test_a_ring_in_a_file_is_recorded_beside_it_and_removed(tmp_path: Path) -> None:
