@@ -120,8 +120,10 @@ def test_no_socket_stays(start: Callable[..., Live], killed: tuple[str, ...]) ->
     until(lambda: steps_of(live.path) > 2)
     assert [*(live.folder / "tmp").glob("pymp-*/listener-*")]
     before = steps_of(live.path)
-    for pid in [live.pid(process) for process in killed]:
-        os.kill(pid, signal.SIGKILL)
+    pids = [live.pid(process) for process in killed]
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # no process reacts to the end of another
+        for pid in pids:
+            os.kill(pid, number)
     if "launcher" not in killed:
         until(lambda: steps_of(live.path) > before + 2)
         live.process.send_signal(signal.SIGINT)
