@@ -7,6 +7,7 @@ import hashlib
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from support.forked import Server
 from support.hosts import Host, two_hosts
 from support.interpreter import fork_line_processes
 from support.jobs import Jobs, Record, Reference, processes_of, until
+from support.live import left_in
 from support.ranks import Scripts
 from support.sources import JOB
 from support.torchrun import Torchrun
@@ -43,9 +45,17 @@ def pytest_runtest_makereport(
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _facts_of_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep the facts of layers that jobs of tests have measured apart from those of the user."""
+def _own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what jobs of tests write apart from the user's: facts of layers, temporary files.
+
+    At the end nothing of them may be left but the folders of logs that torchrun never removes.
+    """
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    temporary = tmp_path_factory.mktemp("tmp")
+    os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+    yield
+    left = [path for path in left_in(temporary) if not path.name.startswith("torchelastic_")]
+    assert not left
 
 
 @pytest.fixture
