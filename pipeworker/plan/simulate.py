@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipeworker.errors import ScheduleError
-from pipeworker.plan.actions import RECEIVES, SENDS, Action, Edge, Kind, Payload, channel
+from pipeworker.plan.actions import RECEIVES, SENDS, Action, Edge, Kind, channel
 from pipeworker.plan.deadlock import waits_of
 from pipeworker.plan.schedule import CHANNEL_CAPACITY, Schedule, is_bounded
 
@@ -26,14 +26,12 @@ class Costs:
 
     A recompute costs as much as a forward. The second part of a split backward costs what the first
     (`backward_input`) leaves of `backward`. A transfer costs what `transfers` has for its channel,
-    or else what `transfer` has for its payload. A send or a receive takes its worker `handling`,
-    besides what it waits for.
+    and is free without. A send or a receive takes its worker `handling`, besides what it waits for.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     backward_input: tuple[float, ...]
-    transfer: Mapping[Payload, float] = field(default_factory=dict)
     transfers: Mapping[Edge, float] = field(default_factory=dict)
     handling: float = 0.0
 
@@ -54,11 +52,6 @@ class Costs:
             case Kind.BACKWARD_WEIGHT:
                 return self.backward[stage] - self.backward_input[stage]
         return 0.0
-
-    def of_transfer(self, edge: Edge) -> float:
-        """Return what a transfer over a channel costs."""
-        cost = self.transfers.get(edge)
-        return self.transfer.get(edge.payload, 0.0) if cost is None else cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +189,7 @@ class _Channel:
     def __init__(self, edge: Edge, capacity: int | None, costs: Costs) -> None:
         self.payload = edge.payload.value
         self.unbounded = capacity is None
-        self.transfer = costs.of_transfer(edge)
+        self.transfer = costs.transfers.get(edge, 0.0)
         self.frames: deque[float] = deque()
         self.slots: deque[float] = deque([0.0] * (1 if capacity is None else capacity))
         self.waiting = -1  # the worker that waits at it

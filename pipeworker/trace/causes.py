@@ -365,7 +365,7 @@ def recoveries(lives: Sequence[WorkerLife]) -> Iterator[tuple[tuple[int, int], f
 def planned_breakdown(planned: Planned) -> Breakdown:
     """Return where a plan predicts that the time of one step goes."""
     schedule, costs = planned.schedule, planned.costs
-    alone = replace(costs, transfer={}, transfers={}, handling=0.0)
+    alone = replace(costs, transfers={}, handling=0.0)
     own, even = simulate(schedule, alone), simulate(schedule, evened(alone))
     workers = []
     for worker, held in enumerate(schedule.placement.held):

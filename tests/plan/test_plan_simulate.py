@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import assume, given, settings
@@ -158,6 +160,15 @@ def test_each_stage_has_costs_of_its_own() -> None:
     assert timing.idle == ({"gradient": 15 + 3 * 4}, {"activation": 1, END: 2})
 
 
+def by_payload(costs: Mapping[Payload, float], stages: int) -> dict[Edge, float]:
+    """Return the costs of the transfers between any two stages."""
+    return {
+        Edge(source, target, payload): cost
+        for payload, cost in costs.items()
+        for source, target in itertools.product(range(stages), repeat=2)
+    }
+
+
 def test_a_transfer_lengthens_the_fill_and_the_drain() -> None:
     """One transfer each way for each stage but the last."""
     for stages, microbatches in GRID:
@@ -166,7 +177,7 @@ def test_a_transfer_lengthens_the_fill_and_the_drain() -> None:
             even.forward,
             even.backward,
             even.backward_input,
-            {Payload.ACTIVATION: 0.5, Payload.GRADIENT: 0.25},
+            by_payload({Payload.ACTIVATION: 0.5, Payload.GRADIENT: 0.25}, stages),
         )
         schedule = build("gpipe", stages, microbatches, "never")
         longer = simulate(schedule, slow).makespan - simulate(schedule).makespan
@@ -174,10 +185,10 @@ def test_a_transfer_lengthens_the_fill_and_the_drain() -> None:
 
 
 def test_waits_for_a_transfer_are_counted_by_payload() -> None:
-    costs = Costs((1, 1), (2, 2), (1, 1), {Payload.ACTIVATION: 10})
+    costs = Costs((1, 1), (2, 2), (1, 1), by_payload({Payload.ACTIVATION: 10}, 2))
     timing = simulate(build("gpipe", 2, 1, "never"), costs)
     assert timing == Timing(16, (3, 3), ({"gradient": 13.0}, {"activation": 11.0, END: 2.0}))
-    late = Costs((1, 1), (2, 2), (1, 1), {Payload.TARGET: 10})
+    late = Costs((1, 1), (2, 2), (1, 1), by_payload({Payload.TARGET: 10}, 2))
     assert simulate(build("gpipe", 2, 1, "never"), late).idle[1] == {
         "activation": 1.0,
         "target": 10.0,
@@ -275,7 +286,9 @@ def prices(draw: st.DrawFn, stages: int) -> Costs:
     backward = some(1)
     split = tuple(min(a, b) for a, b in zip(backward, some(0), strict=True))
     transfer = draw(st.dictionaries(st.sampled_from(Payload), st.integers(0, 40)))
-    return Costs(some(1), backward, split, {what: t / 8 for what, t in transfer.items()})
+    return Costs(
+        some(1), backward, split, by_payload({what: t / 8 for what, t in transfer.items()}, stages)
+    )
 
 
 def runs(schedule: Schedule, capacity: int) -> bool:
@@ -304,7 +317,7 @@ def slowly(schedule: Schedule, costs: Costs, capacity: int) -> list[float]:
                 taken[edge_of(action)].append((worker, place))
     before: dict[tuple[int, int], list[tuple[tuple[int, int], float]]] = defaultdict(list)
     for edge, sends in sent.items():
-        late = costs.transfer.get(edge.payload, 0.0)
+        late = costs.transfers.get(edge, 0.0)
         for number, send in enumerate(sends):
             before[taken[edge][number]].append((send, late))
             if is_bounded(edge, schedule.placement) and number >= capacity:
@@ -362,7 +375,7 @@ def test_a_timeline_has_the_times_of_the_simulated_step(
                 assert start >= ends.get(before, 0.0)
     last = max((s.end for spans in found for s in spans), default=0.0)
     assert last <= timing.makespan
-    if not costs.transfer:
+    if not costs.transfers:
         assert last == timing.makespan
 
 

@@ -103,7 +103,7 @@ class Play:
         owners, edge = self._placement.owners, Edge(source, target, payload)
         if owners[source] == owners[target]:
             return 0.0, False
-        seconds = self._costs.of_transfer(edge) + 2 * self._costs.handling
+        seconds = self._costs.transfers.get(edge, 0.0) + 2 * self._costs.handling
         return seconds, is_bounded(edge, self._placement)
 
     def run(self) -> bool:
