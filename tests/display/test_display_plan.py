@@ -14,7 +14,7 @@ from pipeworker.display.plan import page
 from pipeworker.display.plan.as_json import to_json
 from pipeworker.display.plan.schedules import EqualStages
 from pipeworker.display.plan.svg import Picture
-from pipeworker.display.plan.text import LETTERS, lines_of, timeline_rows
+from pipeworker.display.plan.text import NAMES, lines_of, timeline_rows
 from pipeworker.display.plan.view import Choice, PlanView
 from pipeworker.facts.layer_facts import LayerFacts, NetworkFacts
 from pipeworker.plan.actions import Action, Kind
@@ -163,7 +163,7 @@ def test_a_timeline_is_to_scale(width: int) -> None:
     for row, spans in zip(timeline_rows(view.rows, view.spans, width), view.spans, strict=True):
         assert sum(len(text) for text, _ in row) == width
         kinds = [kind for text, kind in row[1:] for _ in text]
-        busy = dict.fromkeys(LETTERS, 0.0)
+        busy = dict.fromkeys(NAMES, 0.0)
         for span in spans:
             busy[span.action.kind] += (span.end - span.start) * scale
             middle = int((span.start + span.end) / 2 * scale)
@@ -285,7 +285,7 @@ def test_later_stages_of_a_worker_have_strips() -> None:
     v = Placement(((0, 3), (1, 2)))
     root = ElementTree.fromstring(page.picture_of(view_of(planned(split(v)))).svg())
     strips = [r for r in root.iter(f"{SVG}rect") if r.attrib["class"] == "later"]
-    actions = [a for some in split(v).workers for a in some if a.kind in LETTERS]
+    actions = [a for some in split(v).workers for a in some if a.kind in NAMES]
     later = sum(action.stage in (2, 3) for action in actions)
     assert len(strips) == later + 1  # and the legend's
     assert "on the worker's next stage" in [text.text for text in root.iter(f"{SVG}text")]

@@ -13,13 +13,6 @@ from pipeworker.plan.actions import Kind
 from pipeworker.plan.figures import bytes_text, count_text, rate_text, seconds_text
 from pipeworker.plan.simulate import Span
 
-LETTERS = {
-    Kind.FORWARD: "F",
-    Kind.RECOMPUTE: "R",
-    Kind.BACKWARD: "B",
-    Kind.BACKWARD_INPUT: "I",
-    Kind.BACKWARD_WEIGHT: "W",
-}
 NAMES = {
     Kind.FORWARD: "forward",
     Kind.RECOMPUTE: "recompute",
@@ -137,7 +130,7 @@ def timeline_lines(
     rows = timeline_rows(labels, spans, width)
     lines = ["".join(paint(text, kind) for text, kind in row) for row in rows]
     kinds = {span.action.kind for some in spans for span in some}
-    names = [paint(f"{LETTERS[k]} {name}", k) for k, name in NAMES.items() if k in kinds]
+    names = [paint(f"{k.value} {name}", k) for k, name in NAMES.items() if k in kinds]
     return [*lines, "   ".join([*names, f"{_IDLE} idle"])]
 
 
@@ -161,7 +154,7 @@ def _runs(spans: Sequence[Span], end: float, columns: int) -> Iterator[Run]:
     """Yield what a worker does, in `columns` characters."""
     cells, labelled = _cells(spans, end, columns), set[int]()
     for span in spans:
-        label = f"{LETTERS[span.action.kind]}{span.action.microbatch}"
+        label = f"{span.action.kind.value}{span.action.microbatch}"
         first, last = (round(columns * time / end) for time in (span.start, span.end))
         if len(label) <= last - first:
             for at, character in enumerate(label.ljust(last - first, _FILL), first):
@@ -184,4 +177,4 @@ def _cells(spans: Sequence[Span], end: float, columns: int) -> list[Run]:
             shares[at][kind] = shares[at].get(kind, 0.0) + share
             shares[at][None] -= share
     most = [max(share, key=lambda kind: share[kind]) for share in shares]
-    return [(_IDLE if kind is None else LETTERS[kind], kind) for kind in most]
+    return [(_IDLE if kind is None else kind.value, kind) for kind in most]
