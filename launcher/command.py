@@ -16,7 +16,7 @@ from click.core import ParameterSource
 
 from pipeworker.display.text import sanitize
 from pipeworker.errors import PipeworkerError, RecordError, UsageError
-from pipeworker.job.renamed import reject_batch_size, reject_renamed
+from pipeworker.job.renamed import reject_batch_size, reject_renamed, written
 
 INTERRUPTED = 130
 """The exit status of an interrupted command, as shells use it."""
@@ -172,11 +172,6 @@ def naming_sources(context: click.Context) -> Iterator[None]:
             if source and str(error).startswith(words):
                 raise UsageError(f"{error} ({source})") from None
         raise
-
-
-def written(name: str) -> str:
-    """Return an option's name as the command line writes it."""
-    return f"--{name.replace('_', '-')}"
 
 
 class Command(click.Command):

@@ -21,7 +21,7 @@ from launcher.command import FILE, Option
 from launcher.options import ScheduleType
 from pipeworker.errors import UsageError
 from pipeworker.job.options import EXCLUSIVE
-from pipeworker.job.renamed import reject_batch_size, reject_renamed
+from pipeworker.job.renamed import hyphened, reject_batch_size, reject_renamed
 
 _PLACES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("pipeworker.toml", ()),
@@ -96,13 +96,13 @@ class Defaults:
             if key == _ARGUMENTS:
                 self._fill_arguments(value, context)
                 continue
-            word = key.replace("_", "-")
+            word = hyphened(key)
             option = options.get(word)
             if option is None:
                 if isinstance(value, dict):
                     raise UsageError(f"{self.where}: [{key}] is not an option; remove this head")
-                reject_renamed(key, known, _key, _assignment, f"{self.where}: ")
-                reject_batch_size(key, known, _key, f"{self.where}: ")
+                reject_renamed(key, known, hyphened, _assignment, f"{self.where}: ")
+                reject_batch_size(key, known, hyphened, f"{self.where}: ")
                 meant = get_close_matches(word, options, 1) or ["one of `pipeworker launch -h`"]
                 raise UsageError(f"{self.where}: {key} is not an option; did you mean {meant[0]}?")
             if option.once:
@@ -167,10 +167,6 @@ def check_variables(
             yield f"{variable}: not read; {word} is only for the command line"
         elif meant and _variable(meant[0]) != variable:
             yield f"{variable}: not read; did you mean {' or '.join(map(_variable, meant))}?"
-
-
-def _key(name: str) -> str:
-    return name.replace("_", "-")
 
 
 def _assignment(key: str, value: bool) -> str:

@@ -11,11 +11,11 @@ from typing import Any
 
 import click
 
-from launcher.command import written
 from launcher.engines.slurm import SlurmAllocation
 from pipeworker.display.commands import Commands, relative
 from pipeworker.display.style import Style
 from pipeworker.environment import POD, TORCHRUN_JOB
+from pipeworker.job.renamed import written
 
 
 def take_style(chosen: dict[str, Any], context: click.Context) -> Style:

@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 import click
 
 from launcher.choose import CLUSTERS
-from launcher.command import Option, written
+from launcher.command import Option
 from pipeworker.display.style import OUTPUTS
 from pipeworker.job.options import (
     BACKENDS,
@@ -23,6 +23,7 @@ from pipeworker.job.options import (
     PRECISIONS,
     Options,
 )
+from pipeworker.job.renamed import hyphened, written
 from pipeworker.plan.orders import AUTO, ORDERS
 from pipeworker.plan.recompute import RECOMPUTE_MODES
 from pipeworker.runs.schedule_file import read_schedule
@@ -93,7 +94,7 @@ def _of(name: str, text: str, kind: Any = None, **settings: Any) -> Option:
     """
     types, default = {*(get_args(_HINTS[name]) or (_HINTS[name],))} - {NoneType}, _DEFAULTS[name]
     if types == {bool}:
-        return Option(f"{written(name)}/--no-{name.replace('_', '-')}", text)
+        return Option(f"{written(name)}/--no-{hyphened(name)}", text)
     if default not in (None, MISSING) and "[default:" not in text:
         settings["default"] = default
     numbers = types if types <= {int, float} else {None}

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 from pipeworker.errors import UsageError
+from pipeworker.job.renamed import hyphened
 
 S = TypeVar("S")
 
@@ -108,7 +109,7 @@ class JobSpec:
 
     def settings_as(self, kind: type[S], engine: str) -> S:
         """Return the settings in a dataclass of texts and numbers, named with ``-`` for ``_``."""
-        known = {one.name.replace("_", "-"): one for one in fields(kind)}  # type: ignore[arg-type]
+        known = {hyphened(one.name): one for one in fields(kind)}  # type: ignore[arg-type]
         if unknown := sorted(self.settings.keys() - known.keys()):
             known_names = ", ".join(known)
             raise UsageError(

@@ -21,6 +21,7 @@ from pipeworker.errors import AGAIN, InUse, PipeworkerError, RendezvousError, Us
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.host.lifetime import die_with_parent, kill_group
 from pipeworker.host.session_watcher import share_sockets_folder
+from pipeworker.job.renamed import written
 from pipeworker.ranks import rendezvous
 from pipeworker.ranks.coordinator_process import CoordinatorProcess, EventListener
 from pipeworker.ranks.rank_info import RankInfo
@@ -86,7 +87,7 @@ def given(request: RunRequest) -> dict[str, str]:
     chosen = {**own, **defaults, **request.options, "allow_change": request.allow_change}
     words = chosen.pop("arguments", ())
     found = {
-        f"--{name.replace('_', '-')}": str(value)
+        written(name): str(value)
         for name, value in chosen.items()
         if name not in _OF_A_HOST and value not in (None, False, ())
     }

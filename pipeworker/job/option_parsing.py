@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeworker.errors import UsageError
 from pipeworker.job.options import Options, default_microbatches
+from pipeworker.job.renamed import hyphened, written
 from pipeworker.plan import text
 from pipeworker.plan.orders import resolve
 from pipeworker.plan.partition import parse_balance
@@ -84,16 +85,15 @@ def parse_memory(text: str) -> tuple[int, ...]:
 
 def format_option(name: str, value: Any) -> str:
     """Return an option as a command line writes it."""
-    option = name.replace("_", "-")
     if name == "schedule":
         value = text.name_of(str(value))
     if isinstance(value, bool):
-        return f"--{option}" if value else f"--no-{option}"
+        return written(name) if value else f"--no-{hyphened(name)}"
     if isinstance(value, (list, tuple)):
         value = shlex.join(map(str, value)) if name == "arguments" else ",".join(map(str, value))
     if name == "arguments":
         return f"-- {value}"
-    return f"--{option} {'(by default)' if value is None else shlex.quote(str(value))}"
+    return f"{written(name)} {'(by default)' if value is None else shlex.quote(str(value))}"
 
 
 def format_by_origin(origins: Mapping[str, str], options: Mapping[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ import msgspec
 from pipeworker.errors import ProtocolError, UsageError
 from pipeworker.facts.criterion import Criterion
 from pipeworker.job.interval import Interval
+from pipeworker.job.renamed import written
 from pipeworker.plan import text
 from pipeworker.plan.orders import AUTO, DEFAULT_SCHEDULE, Order, resolve
 from pipeworker.plan.partition import EVEN, block, check_entries
@@ -161,7 +162,7 @@ class Options:
             value = getattr(self, name)
             if isinstance(value, int) and not least <= value <= most:
                 bound = f"{least} or more" if value < least else f"{most} or less"
-                raise UsageError(f"--{name.replace('_', '-')} {value}: must be {bound}")
+                raise UsageError(f"{written(name)} {value}: must be {bound}")
         if self.microbatches < self.replicas:
             raise UsageError(
                 f"--microbatches {self.microbatches}: must be {self.replicas} or more, because "
@@ -190,10 +191,10 @@ class Options:
         for name in ("clip_grad_norm", "clip_grad_value", "worker_timeout"):
             bound = getattr(self, name)
             if bound is not None and not bound > 0:
-                raise UsageError(f"--{name.replace('_', '-')} {bound}: must be greater than 0")
+                raise UsageError(f"{written(name)} {bound}: must be greater than 0")
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
-                option = f"--{name.replace('_', '-')} {getattr(self, name)}"
+                option = f"{written(name)} {getattr(self, name)}"
                 raise UsageError(f"{option}: must be one of {', '.join(known)}")
         _ = self.profiled  # checked
         if self.stages * (self.virtual_stages or 1) > MAX_STAGES:
@@ -375,7 +376,7 @@ def _convert(fields: Mapping[str, Any], kind: type[_T]) -> _T:
         return msgspec.convert(dict(fields), kind)
     except msgspec.ValidationError as error:
         name = str(error).partition("$.")[2].strip("`").partition("[")[0]
-        given = f"--{name.replace('_', '-')} {reprlib.repr(fields.get(name))}"
+        given = f"{written(name)} {reprlib.repr(fields.get(name))}"
         if found := _MISMATCH.match(str(error)):
             wanted = found[1].replace(" | null", "")
             raise UsageError(f"{given}: must be of type {wanted}, not {found[2]}") from None

@@ -1,7 +1,7 @@
-"""Names that are no options: former names of options, and names of what the job file decides.
+"""How names of options are written, and names that are none: former ones, and what a job file has.
 
-Every place where an option is named reads this one table. One option had no default before: where
-an older run recorded None, it has its present default.
+Every place where an option is named reads the one table of former names. One option had no default
+before: where an older run recorded None, it has its present default.
 """
 
 from __future__ import annotations
@@ -42,6 +42,16 @@ _WITHOUT_DEFAULT = "checkpoint_every"
 _BATCH_SIZE = re.compile(r"(.*_)?(batch_?size|bsz?)")
 
 
+def hyphened(name: str) -> str:
+    """Return an option's name as messages and tables have it."""
+    return name.replace("_", "-")
+
+
+def written(name: str) -> str:
+    """Return an option's name as the command line writes it."""
+    return f"--{hyphened(name)}"
+
+
 def reject_renamed(
     old: str,
     known: Container[str],
@@ -73,8 +83,8 @@ def reject_renamed(
             use = f"{now} for {before}"
         raise UsageError(f"{renamed}; use {use}")
     if assign:
-        option = f"--{found.new.replace('_', '-')}"
-        raise UsageError(f"{renamed}, and is only for the command line; use {option}")
+        use = written(found.new)
+        raise UsageError(f"{renamed}, and is only for the command line; use {use}")
 
 
 def reject_batch_size(

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeworker.errors import UsageError
 from pipeworker.job.options import Options, override
-from pipeworker.job.renamed import reject_renamed
+from pipeworker.job.renamed import hyphened, reject_renamed, written
 from pipeworker.plan.orders import DEFAULT_SCHEDULE
 from pipeworker.plan.partition import EVEN
 from pipeworker.plan.text import is_text
@@ -28,10 +28,10 @@ def parse_allowed(names: Collection[str]) -> set[str]:
     """Return the options that ``--allow-change`` names, by their names in :class:`Options`."""
     found = {name.replace("-", "_") for name in names}
     if unknown := sorted(found - {*NUMBERS}):
-        name = _written(unknown[0])
-        reject_renamed(name, Options.__dataclass_fields__, _written, where="--allow-change ")
+        name = hyphened(unknown[0])
+        reject_renamed(name, Options.__dataclass_fields__, hyphened, where="--allow-change ")
         raise UsageError(
-            f"--allow-change {name}: must be one of {', '.join(map(_written, NUMBERS))}"
+            f"--allow-change {name}: must be one of {', '.join(map(hyphened, NUMBERS))}"
         )
     return found
 
@@ -84,19 +84,15 @@ def check_unchanged(
     differing = {n: pair for n, pair in pairs.items() if pair[0] != pair[1] and n not in allowed}
     if differing:
         changes = ", ".join(
-            f"{name if name == 'arguments' else f'--{_written(name)}'} "
+            f"{name if name == 'arguments' else written(name)} "
             f"({_shown(before)}, now {_shown(now)})"
             for name, (before, now) in differing.items()
         )
-        allows = " ".join(f"--allow-change {_written(name)}" for name in differing)
+        allows = " ".join(f"--allow-change {hyphened(name)}" for name in differing)
         raise UsageError(
             f"{where}: would continue with other numbers, by {changes}; leave them out, or allow "
             f"them to change: {allows}"
         )
-
-
-def _written(name: str) -> str:
-    return name.replace("_", "-")
 
 
 def _shown(value: Any) -> str:

@@ -19,6 +19,7 @@ from pipeworker.host.signals import deferred_interrupt
 from pipeworker.job import resume_options
 from pipeworker.job.option_parsing import make_options, workers_per_replica
 from pipeworker.job.options import LOGGERS, Options, override
+from pipeworker.job.renamed import written
 from pipeworker.record import run_record, rundir
 from pipeworker.record.checkpoint.manifest import ANOTHER
 from pipeworker.record.files import atomic_file
@@ -300,7 +301,7 @@ def _check_packages(options: Options) -> None:
     for name in options.loggers:
         if find_spec(LOGGERS[name]) is None:
             raise UsageError(
-                f"--{name.replace('_', '-')}: the package {LOGGERS[name]} is missing; "
+                f"{written(name)}: the package {LOGGERS[name]} is missing; "
                 "pip install pipeworker[loggers]"
             )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from pipeworker.display.text import data_size, number, shell_join, strict, table
 from pipeworker.errors import reading
+from pipeworker.job.renamed import hyphened
 from pipeworker.record.metrics import rows
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs.info import OPTION_NAMES, Run
@@ -109,9 +110,7 @@ def _points(a: Curve, b: Curve) -> list[dict[str, Any]]:
 
 def _text(facts: Mapping[str, Any]) -> Iterable[str]:
     names = [Path(path).resolve().name for path in facts["runs"]]
-    options = {
-        name.replace("_", "-"): map(option_text, pair) for name, pair in facts["options"].items()
-    }
+    options = {hyphened(name): map(option_text, pair) for name, pair in facts["options"].items()}
     if facts["arguments"][0] != facts["arguments"][1]:
         options["arguments"] = map(shlex.join, facts["arguments"])
     yield from _block("options that differ", names, options, "the options are the same")

@@ -14,6 +14,7 @@ from typing import Any
 
 from pipeworker.display.text import data_size, duration, number, sanitize, table
 from pipeworker.errors import UnreadableFile, UsageError
+from pipeworker.job.renamed import hyphened
 from pipeworker.plan.text import name_of
 from pipeworker.runs.info import OPTION_NAMES, Run, time_of
 
@@ -141,7 +142,7 @@ def _default(runs: Sequence[Run]) -> dict[str, _Column]:
     found: dict[str, _Column] = {}
     for name, column in _COLUMNS.items():
         if name == "arguments":
-            found |= {_written(option): _option(option) for option in options}
+            found |= {hyphened(option): _option(option) for option in options}
         optional = name in ("arguments", "evaluation")
         if not optional or any(column.value(run) not in (None, "") for run in runs):
             found[name] = column
@@ -159,7 +160,7 @@ def _column(name: str, where: str) -> _Column:
     if name.startswith("evaluation."):
         figure = name.partition(".")[2]
         return _Column(lambda run: (run.best or {}).get(figure), number, right=True)
-    known = [*_COLUMNS, *map(_written, OPTION_NAMES)]
+    known = [*_COLUMNS, *map(hyphened, OPTION_NAMES)]
     meant = get_close_matches(name, known, 1)
     advice = f"did you mean {meant[0]}?" if meant else f"use {', '.join(_COLUMNS)}, or an option"
     raise UsageError(f"{where} {name}: no such column; {advice}")
@@ -176,10 +177,6 @@ def option_text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ",".join(map(str, value))
     return name_of(value) if isinstance(value, str) else str(value)
-
-
-def _written(name: str) -> str:
-    return name.replace("_", "-")
 
 
 def _cell(name: str, column: _Column, run: Run) -> str:

@@ -23,7 +23,7 @@ from pipeworker.display.progress import JobProgress
 from pipeworker.errors import UsageError, a_type, of_status
 from pipeworker.facts.step import StepResult
 from pipeworker.job.options import Options
-from pipeworker.job.renamed import reject_batch_size, reject_renamed
+from pipeworker.job.renamed import reject_batch_size, reject_renamed, written
 from pipeworker.record.run_record import read_summary
 from pipeworker.record.rundir import RunDir
 from pipeworker.session.options import option_names
@@ -155,7 +155,7 @@ def command_words(
             raise UsageError(f"{where}{name}: {_OF_THE_COMMAND[name]}; leave it out")
         if name not in _OPTIONS and value is not None:
             _reject(name, value, where)
-        option = f"--{name.replace('_', '-')}"
+        option = written(name)
         match value:
             case None:
                 pass
@@ -186,7 +186,7 @@ def _reject(name: str, value: Any, where: str) -> NoReturn:
     reject_batch_size(name, _OPTIONS, str, where)
     if meant := get_close_matches(name, sorted(_OPTIONS), 1):
         raise UsageError(f"{where}{name}: no such option; did you mean {meant[0]}?")
-    word = f"--{name.replace('_', '-')}"
+    word = written(name)
     words = [word] if value is True else [word, str(value)]
     raise UsageError(
         f"{where}{name}: no such option; is it for the job file? Write: arguments={words}"
