@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from pipeworker.display.figures import GAP, Figure, Pace, Rank, figures, fitting, step_of
+from pipeworker.display.figures import GAP, Figure, Pace, Rank, figures, step_of
 from pipeworker.display.text import duration
 from pipeworker.facts.step import StepResult
 
@@ -73,7 +73,10 @@ class JobProgress:
         if not self._is_bar:
             self.line(GAP.join(figure.text for figure in found))
             return
-        drawn = self._rendered(found)
+        from pipeworker.display.terminal import bar_row
+
+        width = _NOTEBOOK if self._notebook else shutil.get_terminal_size().columns - 1
+        drawn = bar_row(found, self._done, self._total, width, (_BAR, _BAR))
         if self._notebook:
             if self._handle is None:
                 ipython: Any = importlib.import_module("IPython.display")
@@ -87,21 +90,3 @@ class JobProgress:
             self._live = Live(drawn, auto_refresh=False)
             self._live.start()
         self._live.update(drawn, refresh=True)
-
-    def _rendered(self, found: list[Figure]) -> Any:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
-        if self._total:
-            found.insert(1, Figure(" " * _BAR, Rank.BAR))
-        width = _NOTEBOOK if self._notebook else shutil.get_terminal_size().columns - 1
-        bar = ProgressBar(self._total, self._done, width=_BAR)
-        row = Table.grid(padding=(0, 2, 0, 0))
-        row.add_row(
-            *(
-                bar if figure.rank is Rank.BAR else Text(figure.text, no_wrap=True)
-                for figure in fitting(found, width)
-            )
-        )
-        return row

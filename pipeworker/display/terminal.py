@@ -27,6 +27,24 @@ _WIDTH = 80
 """Columns of a terminal that does not report its width."""
 
 
+def bar_row(
+    found: list[Figure], done: int, total: int | None, room: int, bar: tuple[int, int]
+) -> Table:
+    """Return those of the figures that fit in `room` columns, with a bar if a total is known.
+
+    `bar` is the fewest and the most columns of the bar.
+    """
+    least, most = bar
+    if total:
+        found = [found[0], Figure(" " * least, Rank.BAR), *found[1:]]
+    shown = fitting(found, room)
+    spare = room - sum(len(f.text) + 2 for f in shown) + 2
+    drawn = ProgressBar(total, done, width=min(most, least + spare))
+    row = Table.grid(padding=(0, 2, 0, 0))
+    row.add_row(*(drawn if f.rank is Rank.BAR else Text(f.text, no_wrap=True) for f in shown))
+    return row
+
+
 class TerminalDisplay(LineDisplay):
     """A bar with the last step's figures, below the lines; redrawn output of the job above it."""
 
@@ -85,17 +103,9 @@ class TerminalDisplay(LineDisplay):
     def _rows(self) -> Iterator[RenderableType]:
         for mark, text in self._redrawn.items():
             yield Text(f"{mark} {text}", no_wrap=True, overflow="ellipsis")
-        (least, most), room = _BAR, self._console.width - _ECHO
-        found = self._current_figures()
-        if self._total:
-            found.insert(1, Figure(" " * least, Rank.BAR))
-        shown = fitting(found, room)
-        spare = room - sum(len(f.text) + 2 for f in shown) + 2
+        room = self._console.width - _ECHO
         done = self._last.step if self._last else self._options.resume_step
-        bar = ProgressBar(self._total, done, width=min(most, least + spare))
-        row = Table.grid(padding=(0, 2, 0, 0))
-        row.add_row(*(bar if f.rank is Rank.BAR else Text(f.text, no_wrap=True) for f in shown))
-        yield row
+        yield bar_row(self._current_figures(), done, self._total, room, _BAR)
 
     def _current_figures(self) -> list[Figure]:
         total, now = self._total, self._now()
