@@ -50,12 +50,7 @@ def option_names(excluded: Collection[str]) -> list[str]:
     return sorted(name for name in fields if name not in (*excluded, *_INTERNAL))
 
 
-def check_options(
-    options: Mapping[str, Any],
-    excluded: Mapping[str, str],
-    where: str,
-    parameters: Collection[str] = (),
-) -> None:
+def check_options(options: Mapping[str, Any], excluded: Mapping[str, str], where: str) -> None:
     """Reject options of the call `where` that are unknown or `excluded`.
 
     Raises:
@@ -65,7 +60,7 @@ def check_options(
     for name in options:
         if name in excluded:
             raise UsageError(f"{where}: {name}: {excluded[name]}; leave it out")
-        reject_renamed(name, {*known, *parameters}, str, "{}={}".format, f"{where}: ")
+        reject_renamed(name, {*known, "allow_change"}, str, "{}={}".format, f"{where}: ")
         reject_batch_size(name, known, str, f"{where}: ")
         if name not in known:
             raise UsageError(f"{where}: {name}: no such option; use one of {', '.join(known)}")

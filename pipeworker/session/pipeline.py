@@ -116,7 +116,7 @@ class Pipeline:
             where,
             ("model", "loss", "optimizer"),
         )
-        check_options(options, NOT_OF_A_LOOP, where, ("allow_change",))
+        check_options(options, NOT_OF_A_LOOP, where)
         info = RankInfo.detect()
         requested = {**options, "microbatches": microbatches, "own_loop": True}
         self._session = Session(

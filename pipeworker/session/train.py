@@ -102,7 +102,7 @@ def train(
         ),
         where,
     )
-    check_options(options, NOT_OF_A_SCRIPT, where, ("allow_change",))
+    check_options(options, NOT_OF_A_SCRIPT, where)
     info = RankInfo.detect()
     requested = {**options, "microbatches": microbatches}
     request = script_request(
