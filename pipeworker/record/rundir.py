@@ -16,6 +16,7 @@ from pipeworker.errors import UsageError
 from pipeworker.record.checkpoint.folder import CheckpointFolder
 from pipeworker.record.checkpoint.manifest import MANIFEST
 from pipeworker.record.files.atomic_file import is_partial_file, no_link, remove_partial_files
+from pipeworker.record.files.bounded_file import open_bounded
 from pipeworker.record.files.located import located
 from pipeworker.record.lock import is_locked
 
@@ -42,12 +43,11 @@ class Request(Enum):
     requeues a job looks for it."""
 
 
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file's content, or "" if the file cannot be read."""
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        return ""
+def file_digest(path: Path, most: int | None = None) -> str:
+    """Return the SHA-256 of a regular file of at most `most` bytes, or "" if it cannot be read."""
+    with suppress(OSError, ValueError, UsageError), open_bounded(path, most) as file:
+        return hashlib.sha256(file.read()).hexdigest()
+    return ""
 
 
 class RunDir:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -10,9 +9,8 @@ from pathlib import Path
 
 from pipeworker.errors import RecordError, UsageError
 from pipeworker.record.files.atomic_file import temporary_path, write_bytes
-from pipeworker.record.files.bounded_file import open_bounded
 from pipeworker.record.run_record import RunRecord
-from pipeworker.record.rundir import RunDir
+from pipeworker.record.rundir import RunDir, file_digest
 
 _MOST_BYTES = 64 << 20
 _COPY = re.compile(r"job(-\d{1,9})?\.py", re.ASCII)
@@ -50,7 +48,7 @@ def find_job_file(run: Path) -> RecordedJobFile:
         )
     remedy = f"name the job file: --resume {run} job.py"
     found = recorded_job_file(record, f"--resume {run}", remedy)
-    folder = record.run_dir.job_folder(_digest(found.path))
+    folder = record.run_dir.job_folder(file_digest(found.path, _MOST_BYTES))
     if not found.missed or not _neighbours(found.original, folder):
         return found
     try:
@@ -68,12 +66,12 @@ def recorded_job_file(record: RunRecord, where: str, remedy: str) -> RecordedJob
         UsageError: neither file has the recorded content.
     """
     original, digest = Path(str(record.options.get("job_file"))), record.last.get("job_sha256")
-    found = _digest(original)
+    found = file_digest(original, _MOST_BYTES)
     if digest and found == digest:
         return RecordedJobFile(original, original)
     name = str(record.last.get("job"))
     copy = record.run_dir.path / name
-    if not digest or not _COPY.fullmatch(name) or _digest(copy) != digest:
+    if not digest or not _COPY.fullmatch(name) or file_digest(copy, _MOST_BYTES) != digest:
         raise UsageError(
             f"{where}: neither {original} nor a copy in the run has the recorded content; {remedy}"
         )
@@ -115,10 +113,3 @@ def _neighbours(original: Path, folder: Path) -> list[Path]:
         found = sorted(original.parent.iterdir())
         return [path for path in found if path != original and path not in folder.parents]
     return []
-
-
-def _digest(path: Path) -> str:
-    """Return the SHA-256 of a regular file, or "" if it cannot be read."""
-    with suppress(OSError, ValueError, UsageError), open_bounded(path, _MOST_BYTES) as file:
-        return hashlib.sha256(file.read()).hexdigest()
-    return ""
