@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
+from pipeworker.plan.figures import scaled
+
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")
 _INVISIBLE = ("Cc", "Cf", "Zl", "Zp")
 _MANY = 16
@@ -82,11 +84,8 @@ def duration(seconds: float) -> str:
 
 def data_size(size: float) -> str:
     """Format a size in bytes as ``12B``, ``3.4K``, ``56M`` or ``1.2G``, by powers of 1024."""
-    for unit in "BKMGTP":
-        if size < 1024 or unit == "P":
-            break
-        size /= 1024
-    return f"{size:.1f}{unit}" if unit != "B" and size < 10 else f"{size:.0f}{unit}"
+    value, unit = scaled(size, "BKMGTP", base=1024, least=1024)
+    return f"{value:.1f}{unit}" if unit != "B" and value < 10 else f"{value:.0f}{unit}"
 
 
 def counts(numbers: Sequence[int]) -> str:

@@ -17,12 +17,13 @@ from pipeworker.plan.orders import resolve
 from pipeworker.plan.partition import parse_balance
 
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) ?([kmgt]i?b|b|)", re.ASCII | re.IGNORECASE)
-_UNITS = {
+UNITS = {
     "": 1,
     "b": 1,
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)},
 }
+"""The bytes of a unit of memory or files, in lower case."""
 _LARGEST = 1 << 62
 
 
@@ -73,7 +74,7 @@ def parse_memory(text: str) -> tuple[int, ...]:
     sizes = []
     for part in text.split(","):
         found = _SIZE.fullmatch(part.strip())
-        size = float(found[1]) * _UNITS[found[2].lower()] if found else 0.0
+        size = float(found[1]) * UNITS[found[2].lower()] if found else 0.0
         if not 1 <= size < _LARGEST:
             raise UsageError(
                 f"--memory {text}: not a size of memory; write one as 16GB or 900MiB, or one for "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def seconds_text(seconds: float) -> str:
     """Format a time as ``1.2 s``, ``34 ms`` or ``5.6 µs``, with two or three digits."""
@@ -18,30 +20,30 @@ def rate_text(rate: float) -> str:
     return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
+def scaled(
+    value: float, units: Sequence[str], *, base: int = 1000, least: float = 1000
+) -> tuple[float, str]:
+    """Return a number in the first of `units` in which it is less than `least`, or in the last."""
+    for unit in units[:-1]:
+        if value < least:
+            return value, unit
+        value /= base
+    return value, units[-1]
+
+
 def count_text(count: int) -> str:
     """Format a number of parameters as ``12``, ``3.4k``, ``56M`` or ``1.2G``."""
-    value = float(count)
-    for unit in ("", "k", "M", "G", "T"):
-        if value < 1000 or unit == "T":
-            break
-        value /= 1000
+    value, unit = scaled(count, ("", "k", "M", "G", "T"))
     return f"{value:.1f}{unit}" if unit and value < 10 else f"{value:.0f}{unit}"
 
 
 def bytes_text(size: int) -> str:
     """Format a size in bytes as ``12 B``, ``56 MB`` or ``1.2 GB``, by powers of 1000."""
-    value = float(size)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            break
-        value /= 1000
+    value, unit = scaled(size, ("B", "kB", "MB", "GB", "TB"))
     return f"{value:.1f} {unit}" if unit != "B" and value < 100 else f"{value:.0f} {unit}"
 
 
 def flops_text(rate: float) -> str:
     """Format floating-point operations a second as ``4.6 GFLOP/s``, with three digits."""
-    for unit in ("", "k", "M", "G", "T", "P"):
-        if rate < 999.5 or unit == "P":
-            break
-        rate /= 1000
-    return f"{rate:.3g} {unit}FLOP/s"
+    value, unit = scaled(rate, ("", "k", "M", "G", "T", "P"), least=999.5)
+    return f"{value:.3g} {unit}FLOP/s"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from pipeworker.errors import UsageError, reading
+from pipeworker.job.option_parsing import UNITS
 from pipeworker.record.checkpoint.checkpoint import Adapters, Checkpoint
 from pipeworker.record.checkpoint.json_state import Tensors
 from pipeworker.record.checkpoint.manifest import WEIGHTS_INDEX, weights_index
@@ -28,10 +29,6 @@ from pipeworker.record.weights.model_folder import copy_files, like
 
 DEFAULT_SHARD_SIZE = "5GB"
 """The size that Hugging Face uses."""
-_UNITS = {
-    **{f"{letter}B": 1000**power for power, letter in enumerate(("", "K", "M", "G", "T"))},
-    **{f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", start=1)},
-}
 _SIZE = re.compile(r"(\d{1,15})\s*([KMGT]?I?B)", re.ASCII | re.IGNORECASE)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PICKLED = (".pt", ".pth")
@@ -322,7 +319,7 @@ def shard_bytes(text: str) -> int:
         UsageError: the text is not a size.
     """
     found = _SIZE.fullmatch(text.strip())
-    size = int(found[1]) * _UNITS.get(found[2].upper(), 0) if found else 0
+    size = int(found[1]) * UNITS.get(found[2].lower(), 0) if found else 0
     if not size:
         raise UsageError(f"--shard-size {text}: must be a size, as 500MB or 5GB")
     return size
