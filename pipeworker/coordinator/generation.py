@@ -109,7 +109,7 @@ class Generation(FactFinding):
     def activity(self) -> Activity:
         """The present activity of the workers, from their last heartbeats."""
         memory, reader = self.roster.memory(), self.roster.members.get(self.placement.rank_of(0))
-        if self.state is not State.EVALUATING or reader is None or reader.beat is None:
+        if self.state is not State.EVALUATING or reader is None:
             return Activity(memory)
         return Activity(memory, reader.beat.evaluated, reader.beat.evaluation_length)
 

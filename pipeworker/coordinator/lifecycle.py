@@ -140,7 +140,7 @@ class Lifecycle(Waiting):
     def on_heartbeat(self, member: Member, message: Heartbeat, now: float) -> list[Effect]:
         """Store a worker's position, and note from time to time that a layer is being compiled."""
         member.heartbeat(message, now)
-        if member.position.phase is not Phase.COMPILING or now < self._next_note:
+        if member.beat.position.phase is not Phase.COMPILING or now < self._next_note:
             return []
         self._next_note = now + _COMPILING_INTERVAL
         at = report.location(replace(member.failure(Cause.USER, ""), stage=member.name))
@@ -197,9 +197,9 @@ class Lifecycle(Waiting):
         if self._ending_since is None:
             self._ending_since = now
         awaited = [self.roster.members[rank] for rank in sorted(self.awaited)]
-        if any(member.position.phase is Phase.SAVING for member in awaited):
+        if any(member.beat.position.phase is Phase.SAVING for member in awaited):
             self._ending_since = now
-        idle = all(member.waits for member in awaited)
+        idle = all(member.beat.waiting for member in awaited)
         limit = self.timings.interrupt if idle else self.roster.limit
         lost = self.roster.unheard(now)
         if lost is None and (not awaited or now - self._ending_since <= limit):

@@ -30,8 +30,7 @@ class Member:
     Attributes:
         name: the worker's name for the user, by the stages it holds.
         unreachable_since: the time at which its connection was found closed, or None.
-        waits: whether it waits for another worker, or for the next command.
-        moved_at: the time at which `position` or `waits` last changed.
+        moved_at: the time at which its position last changed, or whether it waits.
         beat: its last heartbeat.
     """
 
@@ -39,11 +38,9 @@ class Member:
     hello: Hello
     name: str
     last_heard: float
+    moved_at: float
+    beat: Heartbeat
     unreachable_since: float | None = None
-    position: Position = field(default_factory=Position)
-    waits: bool = False
-    moved_at: float = 0.0
-    beat: Heartbeat | None = None
     described: Described | None = None
     ready: Ready | None = None
     done: StepDone | None = None
@@ -64,13 +61,13 @@ class Member:
 
     def heartbeat(self, beat: Heartbeat, now: float) -> None:
         """Store what a heartbeat reports."""
+        if (beat.position, beat.waiting) != (self.beat.position, self.beat.waiting):
+            self.moved_at = now
         self.beat = beat
-        if (beat.position, beat.waiting) != (self.position, self.waits):
-            self.position, self.waits, self.moved_at = beat.position, beat.waiting, now
 
     def failure(self, cause: Cause, message: str, position: Position | None = None) -> Failure:
         """Return a failure of this worker, at `position` or at its last known position."""
-        at = self.position if position is None else position
+        at = self.beat.position if position is None else position
         return Failure(cause, message, self.hello.rank, at, self.class_at(at))
 
     def gone(self) -> Failure:
@@ -116,14 +113,14 @@ class Roster:
                 "replica": self.placement.replica_of(member.hello.rank),
                 "host": member.hello.host,
                 "stages": list(self.placement.stages_of(member.hello.rank)),
-                "phase": member.position.phase.name.lower(),
-                "step": member.position.step,
-                "microbatch": member.position.microbatch,
-                "layer": member.position.layer,
-                "class": member.class_at(member.position),
-                "waits": member.waits,
-                "memory_bytes": member.beat.memory if member.beat else 0,
-                "held": member.beat.held if member.beat else 0,
+                "phase": member.beat.position.phase.name.lower(),
+                "step": member.beat.position.step,
+                "microbatch": member.beat.position.microbatch,
+                "layer": member.beat.position.layer,
+                "class": member.class_at(member.beat.position),
+                "waits": member.beat.waiting,
+                "memory_bytes": member.beat.memory,
+                "held": member.beat.held,
                 "silent_seconds": round(max(0.0, now - member.last_heard), 1),
             }
             for member in members
@@ -133,8 +130,8 @@ class Roster:
         """Add a worker and return True, unless its rank is taken or not part of the job."""
         if hello.rank not in self.missing:
             return False
-        name = self.placement.names(hello.rank)
-        self.members[hello.rank] = Member(peer, hello, name, now, moved_at=now)
+        name, beat = self.placement.names(hello.rank), Heartbeat(hello.rank, Position())
+        self.members[hello.rank] = Member(peer, hello, name, now, now, beat)
         self.members = dict(sorted(self.members.items()))
         self._rank_of[peer] = hello.rank
         return True
@@ -194,7 +191,7 @@ class Roster:
         Between hosts they may wait for a connection that is silent for some time after an outage.
         """
         members = [self.members[rank] for rank in sorted(awaited) if rank in self.members]
-        waited = [m.last_heard - m.moved_at for m in members if m.waits]
+        waited = [m.last_heard - m.moved_at for m in members if m.beat.waiting]
         several_hosts = len({member.hello.host for member in self.members.values()}) > 1
         limit = self.timings.network_patience(self.limit) if several_hosts else self.limit
         if not members or len(waited) < len(members) or min(waited) <= limit:
@@ -209,7 +206,7 @@ class Roster:
     def stalled(self, now: float) -> Failure | None:
         """Return a failure if no worker has moved for so long that one must be hung."""
         limit = STALL_FACTOR * self.limit
-        busy = [member for member in self.members.values() if not member.waits]
+        busy = [member for member in self.members.values() if not member.beat.waiting]
         if not busy or not self.none_moved(limit, now):
             return None
         text = f"{busy[0].full_name} has made no progress for {limit:g} s"
@@ -221,9 +218,8 @@ class Roster:
 
     def memory(self) -> tuple[int, ...]:
         """Return the present memory of each rank in whole MiB, as bytes; () if none is known."""
-        beats = {rank: member.beat for rank, member in self.members.items() if member.beat}
         found = tuple(
-            beats[rank].memory >> 20 << 20 if rank in beats else 0
+            self.members[rank].beat.memory >> 20 << 20 if rank in self.members else 0
             for rank in range(self.placement.ranks)
         )
         return found if any(found) else ()
