@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from pipeworker.record.rundir import RunDir
 from pipeworker.runs.info import recent_rows, speeds_of
 from pipeworker.trace.advice import Advice, advise, measured_facts
 from pipeworker.trace.causes import (
-    CAUSES,
     COORDINATOR,
     OTHER,
     PARTS,
@@ -199,11 +198,7 @@ def _facts(made: Report) -> dict[str, Any]:
             "seconds": made.planned.seconds,
             "workers": [_worker(time) for time in made.planned.workers],
         },
-        "advice": {
-            "text": made.advice.text,
-            "option": made.advice.option,
-            "gain": made.advice.gain,
-        },
+        "advice": asdict(made.advice),
     }
 
 
@@ -233,8 +228,7 @@ def _text(made: Report) -> Iterator[str]:
 
 
 def _table(found: Breakdown) -> Sequence[str]:
-    names = [*PARTS, *CAUSES]
-    shown = [name for name in names if any(time.parts[name] for time in found.workers)]
+    shown = [name for name, seconds in found.mean.items() if seconds]
     head = ["worker", "stages", *(WORDS.get(name, name) for name in shown)]
 
     def shares(parts: Mapping[str, float]) -> list[str]:
@@ -244,22 +238,14 @@ def _table(found: Breakdown) -> Sequence[str]:
     for time in found.workers:
         rows.append([str(time.worker), ", ".join(map(str, time.stages)), *shares(time.parts)])
     if len(found.workers) > 1:
-        rows.append(["mean", "", *shares(_mean(found))])
+        rows.append(["mean", "", *shares(found.mean)])
     return table(rows, right=range(2, len(head)))
-
-
-def _mean(found: Breakdown) -> dict[str, float]:
-    """Return the seconds by part, the mean of all workers."""
-    count = len(found.workers)
-    return {
-        name: sum(time.parts[name] for time in found.workers) / count for name in (*PARTS, *CAUSES)
-    }
 
 
 def _difference(paths: tuple[Path, Path], pair: tuple[Report, Report]) -> Iterator[str]:
     """Yield where the steps of two runs differ, the largest difference first."""
     first, second = (
-        {name: 1e3 * value / len(one.found.steps) for name, value in _mean(one.found).items()}
+        {name: 1e3 * value / len(one.found.steps) for name, value in one.found.mean.items()}
         for one in pair
     )
     totals = [1e3 * one.found.seconds / len(one.found.steps) for one in pair]

@@ -71,6 +71,12 @@ class Breakdown:
     workers: tuple[WorkerTime, ...]
     suspended: float = 0.0
 
+    @property
+    def mean(self) -> dict[str, float]:
+        """The mean seconds of the workers, by part."""
+        names, all_parts = (*PARTS, *CAUSES), [time.parts for time in self.workers]
+        return {name: sum(parts[name] for parts in all_parts) / len(all_parts) for name in names}
+
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:

@@ -185,10 +185,8 @@ def _shares(found: Breakdown, workers: Sequence[str]) -> Iterator[str]:
     """Yield a table with a bar for each worker, and the shares of its parts."""
     rows = [(workers[time.worker], time.parts) for time in found.workers]
     if len(rows) > 1:
-        names = rows[0][1]
-        mean = {name: sum(parts[name] for _, parts in rows) / len(rows) for name in names}
-        rows.append(("mean", mean))
-    shown = [name for name in rows[0][1] if any(parts[name] for _, parts in rows)]
+        rows.append(("mean", found.mean))
+    shown = [name for name, seconds in found.mean.items() if seconds]
     heads = [f"{_swatch(_COLOURS[name])} {WORDS.get(name, name)}" for name in shown]
     count = len(found.steps) or 1
     each = found.seconds / count
