@@ -66,6 +66,11 @@ def number(value: float) -> str:
     return f"{value:.4f}" if not 0 < abs(value) < 0.001 else f"{value:.3e}"
 
 
+def figure_text(value: Any) -> str:
+    """Format a recorded value: a float as a figure, and any other as it is."""
+    return number(value) if isinstance(value, float) else str(value)
+
+
 def strict(value: Any) -> Any:
     """Return a value as strict JSON has it: NaN and infinities become null."""
     if isinstance(value, dict):

@@ -14,7 +14,7 @@ from typing import Any
 from pipeworker.display.report.curves import MOST_STEPS, Curve
 from pipeworker.display.report.page import page
 from pipeworker.display.report.view import Box, MemoryView, ReportView, StepView
-from pipeworker.display.text import number, sanitize
+from pipeworker.display.text import figure_text, number, sanitize
 from pipeworker.errors import UsageError, reading, writing
 from pipeworker.plan.actions import BUSY
 from pipeworker.plan.figures import flops_text, rate_text, seconds_text
@@ -94,7 +94,7 @@ def _figures(run: Run, made: Report | None) -> Iterator[tuple[str, str]]:
     yield "status", run.status
     yield "steps", f"{run.steps:,}{asked}"
     if run.last:
-        yield "loss", _text(run.last.get("loss"))
+        yield "loss", figure_text(run.last.get("loss"))
     if run.best_value is not None:
         yield f"best {run.record.criterion.name}", number(run.best_value)
     if made is not None:
@@ -117,10 +117,6 @@ def _speeds(made: Report) -> Iterator[tuple[str, str]]:
     if found.seconds > 0:
         computing = sum(time.computing for time in found.workers)
         yield "idle", f"{1 - computing / found.seconds / len(found.workers):.1%}"
-
-
-def _text(value: Any) -> str:
-    return number(value) if isinstance(value, float) else str(value)
 
 
 def _columns(found: Iterable[Row]) -> dict[str, array[float]]:
@@ -226,7 +222,7 @@ def _happened(run: Run, run_dir: RunDir, made: Report | None) -> Iterator[tuple[
     for path, manifest in run.checkpoints.items():
         figures = ""
         if manifest.evaluation is not None:
-            figures = f", loss {_text(manifest.evaluation.get('loss'))} in evaluation"
+            figures = f", loss {figure_text(manifest.evaluation.get('loss'))} in evaluation"
         with suppress(FileNotFoundError):  # the run may be running, and keep only some of them
             when = datetime.fromtimestamp(path.stat().st_mtime).astimezone()
             note(when, f"checkpoint {path.name}{figures}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeworker.display.commands import DEFAULT_PROGRAM, Commands, further
 from pipeworker.display.figures import after
-from pipeworker.display.text import mebibytes, number, sanitize, table
+from pipeworker.display.text import figure_text, mebibytes, sanitize, table
 from pipeworker.errors import PipeworkerError
 from pipeworker.job.option_parsing import format_by_origin, format_option
 from pipeworker.job.options import Options
@@ -90,7 +90,7 @@ def _results(run: Run) -> Fields:
     yield "steps", f"{run.steps}{asked}"
     yield "early end", summary.get("stopped_early")
     if run.last:
-        yield "loss", _number(run.last.get("loss"))
+        yield "loss", figure_text(run.last.get("loss"))
         units = zip(run.speeds, ("samples/s", "tokens/s"), strict=True)
         yield "speed", ", ".join(f"{speed:.1f} {unit}" for speed, unit in units if speed)
     if run.evaluation:
@@ -160,13 +160,13 @@ def _checkpoint(path: Path, manifest: Manifest, best: Row | None) -> str:
     if manifest.evaluation is None:
         return path.name
     is_best = best is not None and manifest.step == best["step"]
-    loss = _number(manifest.evaluation.get("loss"))
+    loss = figure_text(manifest.evaluation.get("loss"))
     return f"{path.name}  loss {loss} in evaluation{', the best' * is_best}"
 
 
 def _evaluation(row: Row) -> str:
     names = [name for name in row if name != "step"]
-    figures = "  ".join(f"{name} {_number(row[name])}" for name in names)
+    figures = "  ".join(f"{name} {figure_text(row[name])}" for name in names)
     return f"{figures}  {after(row['step'])}"
 
 
@@ -198,7 +198,3 @@ def _git(process: dict[str, Any]) -> str:
 def _time(process: dict[str, Any]) -> str:
     found = time_of(process)
     return found.strftime("%Y-%m-%d %H:%M:%S") if found else "at an unknown time"
-
-
-def _number(value: Any) -> str:
-    return number(value) if isinstance(value, float) else str(value)
