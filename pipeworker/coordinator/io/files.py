@@ -269,12 +269,10 @@ def _error_of(path: Path, write: Callable[[], None]) -> str:
     try:
         write()
     except UnreadableFile as error:  # what is written there is computed from it
-        text = str(error)
+        return str(error)
     except OSError as error:
-        text = record_error(path, error)
-    else:
-        return ""
-    return text
+        return record_error(path, error)
+    return ""
 
 
 def _failed_by(verdict: Verdict, *texts: str) -> Verdict:
