@@ -7,7 +7,7 @@ these times over the worker's two stages, divided by six, is the number of graph
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from pipeworker.plan.actions import Action, Kind
 from pipeworker.plan.orders.squeeze import squeeze
@@ -24,16 +24,16 @@ def repeated(
     placement: Placement,
     microbatches: int,
     recomputed: Recomputed,
-    blocks: Sequence[Block],
+    block: Callable[[int, int], Block],
     limit: int,
 ) -> list[list[Action]]:
     """Return the orders that repeat a block for each micro-batch, with weight parts in the gaps.
 
-    `placement` is a V, `blocks` has the times of each worker, no two of which are equal modulo six,
-    and `limit` is the number of graphs that a worker may hold.
+    `placement` is a V, `block` returns the times of a worker among so many, no two of which are
+    equal modulo six, and `limit` is the number of graphs that a worker may hold.
     """
     orders = []
-    for (down, up), block in zip(placement.held, blocks, strict=True):
+    for worker, (down, up) in enumerate(placement.held):
         kinds = [
             (Kind.FORWARD, down),
             (Kind.FORWARD, up),
@@ -42,7 +42,7 @@ def repeated(
         ]
         timed = [
             (begin + _PERIOD * m, Action(kind, stage, m))
-            for begin, (kind, stage) in zip(block, kinds, strict=True)
+            for begin, (kind, stage) in zip(block(worker, placement.workers), kinds, strict=True)
             for m in range(microbatches)
         ]
         orders.append([action for _, action in sorted(timed)])

@@ -14,10 +14,8 @@ def v_half(placement: Placement, microbatches: int, recomputed: Recomputed) -> l
     A worker holds at most (K + 2) // 2 micro-batches. In the block, forwards take two units from
     worker to worker down the V and one up, and gradients likewise.
     """
-    workers = placement.workers
-    limit = 2 * ((workers + 2) // 2)
-    blocks = [_block(worker, workers) for worker in range(workers)]
-    return repeated(placement, microbatches, recomputed, blocks, limit)
+    limit = 2 * ((placement.workers + 2) // 2)
+    return repeated(placement, microbatches, recomputed, _block, limit)
 
 
 def _block(worker: int, workers: int) -> Block:

@@ -14,10 +14,8 @@ def v_min(placement: Placement, microbatches: int, recomputed: Recomputed) -> li
     A worker holds at most (K + 4) // 3 micro-batches: each passes down the V, up, and back the same
     way without a wait, so it is held for the shortest time that there is.
     """
-    workers = placement.workers
-    limit = 2 * ((workers + 4) // 3)
-    blocks = [_block(worker, workers) for worker in range(workers)]
-    return repeated(placement, microbatches, recomputed, blocks, limit)
+    limit = 2 * ((placement.workers + 4) // 3)
+    return repeated(placement, microbatches, recomputed, _block, limit)
 
 
 def _block(worker: int, workers: int) -> Block:
