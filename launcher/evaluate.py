@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import click
 from launcher import local
 from launcher.command import JSON, RUN
 from pipeworker.display.figures import evaluation_line
+from pipeworker.display.text import strict
 from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.facts.step import Evaluation
 from pipeworker.job.interval import END
@@ -72,9 +72,7 @@ def evaluate(
         options = replace(options, resume=str(link), resume_step=manifest.step)
         local.run_aside(options, place)
         row = rows.last(place.evaluation) or {}
-    if as_json:  # JSON has no NaN
-        row = {name: value if math.isfinite(value) else None for name, value in row.items()}
-    click.echo(json.dumps(row) if as_json else evaluation_line(Evaluation.of(row)))
+    click.echo(json.dumps(strict(row)) if as_json else evaluation_line(Evaluation.of(row)))
 
 
 def _find(run: Path, name: str | None, *, best: bool) -> Path:

@@ -24,7 +24,7 @@ from pipeworker.display.plan.as_json import to_json
 from pipeworker.display.plan.schedules import EqualStages
 from pipeworker.display.plan.text import Paint, lines_of, plain
 from pipeworker.display.plan.view import Choice, PlanView, microbatches_text, stages_text
-from pipeworker.errors import PipeworkerError, RecordError, UsageError
+from pipeworker.errors import PipeworkerError, UsageError, writing
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.job.interval import END
 from pipeworker.job.option_parsing import make_options
@@ -247,10 +247,8 @@ def _show_schedule(options: Options, svg: Path | None, *, as_text: bool) -> None
 
 
 def _write(path: Path, content: str, what: str) -> None:
-    try:
+    with writing(path):
         write_bytes(path, content.encode())
-    except OSError as error:
-        raise RecordError(path, error) from None
     click.echo(f"{path}: {what}")
 
 

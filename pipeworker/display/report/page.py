@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -183,9 +183,9 @@ def _drawn(step: StepView, numbers: Mapping[Kind | str, int]) -> dict[str, Any]:
 
 def _shares(found: Breakdown, workers: Sequence[str]) -> Iterator[str]:
     """Yield a table with a bar for each worker, and the shares of its parts."""
-    rows = [(workers[time.worker], time.parts) for time in found.workers]
+    rows = [("worker", workers[time.worker], time.parts) for time in found.workers]
     if len(rows) > 1:
-        rows.append(("mean", found.mean))
+        rows.append(("mean", "mean", found.mean))
     shown = [name for name, seconds in found.mean.items() if seconds]
     heads = [f"{_swatch(_COLOURS[name])} {WORDS.get(name, name)}" for name in shown]
     count = len(found.steps) or 1
@@ -193,17 +193,10 @@ def _shares(found: Breakdown, workers: Sequence[str]) -> Iterator[str]:
     steps = f"{count} recorded steps of {seconds_text(each)}" if count > 1 else seconds_text(each)
     yield f"<p>Shares of {steps}.</p>"
     yield '<div class="shares">'
-    cells: Iterable[tuple[str, Sequence[str]]] = (
-        (
-            "mean" if label == "mean" else "worker",
-            (
-                escape(label),
-                _bar(parts, found.seconds),
-                *(f"{_share(parts[name], found.seconds):.1%}" for name in shown),
-            ),
-        )
-        for label, parts in rows
-    )
+    cells: list[tuple[str, Sequence[str]]] = []
+    for kind, label, parts in rows:
+        shares = (f"{_share(parts[name], found.seconds):.1%}" for name in shown)
+        cells.append((kind, [escape(label), _bar(parts, found.seconds), *shares]))
     yield from html.table(["worker", "", *heads], cells, ("worker", ""))
     yield "</div>"
 
