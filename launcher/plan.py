@@ -23,7 +23,7 @@ from pipeworker.display.plan import page, schedules
 from pipeworker.display.plan.as_json import to_json
 from pipeworker.display.plan.schedules import EqualStages
 from pipeworker.display.plan.text import Paint, lines_of, plain
-from pipeworker.display.plan.view import Choice, PlanView, microbatches_text, stages_text
+from pipeworker.display.plan.view import Choice, PlanView
 from pipeworker.errors import PipeworkerError, UsageError, writing
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.job.interval import END
@@ -32,7 +32,7 @@ from pipeworker.job.options import Options
 from pipeworker.job.planning import limited, request_of
 from pipeworker.plan import text
 from pipeworker.plan.actions import Kind
-from pipeworker.plan.figures import bytes_text
+from pipeworker.plan.figures import bytes_text, plural
 from pipeworker.plan.orders import AUTO, ORDERS, resolve
 from pipeworker.plan.planner.choices import (
     MOST_MICROBATCHES,
@@ -216,19 +216,20 @@ def _fitting(facts: NetworkFacts, request: PlanRequest) -> Iterator[str]:
     if not limits:
         yield "no limit of the memory is known: any number of micro-batches fits"
         return
-    samples = f"{facts.samples} sample{'s' * (facts.samples != 1)} a micro-batch"
+    samples = f"{plural(facts.samples, 'sample')} a micro-batch"
     yield f"{bytes_text(min(limits))} a worker, {samples}, {request.order.name}"
     part = largest_microbatches(facts, request)
-    count, on = part * request.replicas, f"on {stages_text(request.workers)}"
+    count, on = part * request.replicas, f"on {plural(request.workers, 'stage')}"
+    fitting = plural(count, "micro-batch")
     if part == MOST_MICROBATCHES:
-        yield f"{on}: {microbatches_text(count)} or more fit"
+        yield f"{on}: {fitting} or more fit"
     elif part:
-        yield f"{on}: at most {microbatches_text(count)}, {count * facts.samples} samples a step"
+        yield f"{on}: at most {fitting}, {count * facts.samples} samples a step"
     else:
         yield f"{on}: nothing fits"
     fewest = fewest_workers(facts, request)
-    where = f"{stages_text(fewest)} or more" if fewest else "no number of stages"
-    yield f"{microbatches_text(request.microbatches)} fit on {where}"
+    where = f"{plural(fewest, 'stage')} or more" if fewest else "no number of stages"
+    yield f"{plural(request.microbatches, 'micro-batch')} fit on {where}"
 
 
 def _show_schedule(options: Options, svg: Path | None, *, as_text: bool) -> None:

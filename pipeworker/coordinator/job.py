@@ -26,6 +26,7 @@ from pipeworker.coordinator.waiting import BEFORE_STEPS, State
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
 from pipeworker.job.options import Options
+from pipeworker.plan.figures import plural
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.text import name_of
 from pipeworker.timings import DEFAULT, Timings
@@ -293,8 +294,7 @@ class Job:
     @property
     def _workers_text(self) -> str:
         """The current number of workers, as ``2 workers`` or ``2 workers per replica``."""
-        count = self._elastic.workers
-        text = f"{count} worker{'' if count == 1 else 's'}"
+        text = plural(self._elastic.workers, "worker")
         return text if self._options.replicas == 1 else f"{text} per replica"
 
     @property

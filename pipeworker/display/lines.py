@@ -25,7 +25,7 @@ from pipeworker.facts.criterion import Criterion
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.job.option_parsing import format_by_origin
 from pipeworker.job.options import Options
-from pipeworker.plan.figures import seconds_text
+from pipeworker.plan.figures import plural, seconds_text
 from pipeworker.plan.partition import sizes
 from pipeworker.record.checkpoint.folder import step_of
 from pipeworker.record.files.located import located
@@ -113,7 +113,7 @@ class LineDisplay:
 
     def begin(self) -> None:
         """Show that the job is starting."""
-        self.print(f"starting {_plural(self._options.workers, 'worker')}")
+        self.print(f"starting {plural(self._options.workers, 'worker')}")
 
     def _planned(self, plan: Planned) -> None:
         """Show what will run, with the options that have defaults; again if the stages changed."""
@@ -127,13 +127,12 @@ class LineDisplay:
         fewer = asked if plan.microbatches < options.microbatches else ""
         where = f"run directory {self._run_dir.path}{f', from step {done}' if done else ''}"
         copies = f"{plan.replicas} replicas of " if plan.replicas > 1 else ""
-        balance, stages = counts(plan.balance), _plural(len(plan.balance), "stage")
+        balance, stages = counts(plan.balance), plural(len(plan.balance), "stage")
         workers = len(plan.held)
-        on = "" if workers == len(plan.balance) else f" on {_plural(workers, 'worker')}"
-        count = plan.microbatches
+        on = "" if workers == len(plan.balance) else f" on {plural(workers, 'worker')}"
+        count = plural(plan.microbatches, "micro-batch")
         self.print(
-            f"{copies}{stages} ({balance} layers){on}, {count} micro-batch{'es' * (count != 1)}"
-            f"{fewer}, {plan.schedule}; {where}"
+            f"{copies}{stages} ({balance} layers){on}, {count}{fewer}, {plan.schedule}; {where}"
         )
         predicted = f"{seconds_text(plan.step_seconds)} a step" if plan.step_seconds else ""
         if planned := "; ".join(filter(None, (predicted, *plan.why))):
@@ -142,7 +141,7 @@ class LineDisplay:
         if passes := options.passes:
             over = "one pass over the data" if passes == 1 else f"{passes} epochs"
             steps = f"{over} ({steps})" if steps else f"{over}, until data() ends"
-        threads = _plural(options.threads, "thread")
+        threads = plural(options.threads, "thread")
         self.print(
             f"seed {options.seed}, {steps}, {threads} per worker, {plan.device}, "
             f"{options.precision}"
@@ -284,10 +283,6 @@ class LineDisplay:
 
     def close(self) -> None:
         """Restore the terminal."""
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _cores() -> int:

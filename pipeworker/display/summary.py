@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pipeworker.display.figures import after
 from pipeworker.display.text import mebibytes, number
 from pipeworker.facts.speed import Speed
+from pipeworker.plan.figures import plural
 from pipeworker.wire.lines import Verdict
 
 _EXCESS = 0.1
@@ -163,7 +164,7 @@ class Summary:
         if not verdict.steps or (verdict.is_usage_error and verdict.steps == self.resumed_at):
             return
         now = f", {verdict.steps - self.resumed_at} of them now," if self.resumed_at else ""
-        steps = f"{verdict.steps} step{'s' * (verdict.steps != 1)}{now}"
+        steps = f"{plural(verdict.steps, 'step')}{now}"
         yield f"{verdict.status}: {steps} in {verdict.seconds:.1f} s"
         if verdict.stopped_early:
             yield f"stopped early: {verdict.stopped_early}"

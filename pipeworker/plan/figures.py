@@ -31,6 +31,12 @@ def scaled(
     return value, units[-1]
 
 
+def plural(count: int, noun: str) -> str:
+    """Return a number of things with their noun: ``1 stage``, ``2 micro-batches``."""
+    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{ending}"
+
+
 def count_text(count: int) -> str:
     """Format a number of parameters as ``12``, ``3.4k``, ``56M`` or ``1.2G``."""
     value, unit = scaled(count, ("", "k", "M", "G", "T"))

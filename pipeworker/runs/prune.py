@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipeworker.display.text import data_size
 from pipeworker.errors import RecordError, UsageError, writing
+from pipeworker.plan.figures import plural
 from pipeworker.record.checkpoint.folder import remove_checkpoint
 from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
 from pipeworker.record.lock import RunLock
@@ -68,7 +69,7 @@ def prune(folder: Path, *, keep_weights: bool, dry_run: bool) -> Iterator[str]:
             listed = ", ".join(f"{path.name} ({data_size(size)})" for path, size in sizes.items())
             yield one_line(f"{name}: {'would remove' if dry_run else 'removed'} {listed}")
     verb = "would free" if dry_run else "freed"
-    yield f"{verb} {data_size(total)} in {count} run{'s' * (count != 1)}"
+    yield f"{verb} {data_size(total)} in {plural(count, 'run')}"
 
 
 def _removable(run_dir: RunDir, record: RunRecord, *, keep_weights: bool) -> list[Path]:

@@ -19,6 +19,7 @@ from typing import Any
 from pipeworker.errors import PipeworkerError, UsageError, reading, writing
 from pipeworker.job.options import Options
 from pipeworker.job.planning import plan_job
+from pipeworker.plan.figures import plural
 from pipeworker.plan.planner.memory import LayerBytes
 from pipeworker.plan.simulate import timeline
 from pipeworker.record.files.atomic_file import write_bytes
@@ -63,8 +64,7 @@ def write_trace(path: Path, steps: str | None, asked: Path | None) -> str:
     with writing(output):
         write_bytes(output, data)
     shown = sorted({c.step for life in lives for c in life.commands if c.actions})
-    count = len({life.rank for life in lives})
-    workers = f"{count} worker{'s' * (count > 1)}"
+    workers = plural(len({life.rank for life in lives}), "worker")
     left_out = sorted({*recorded} - {*shown}) if chosen is None else []
     more = f"; --steps shows others of {_ranges(left_out)}" if left_out else ""
     return (

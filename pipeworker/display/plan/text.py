@@ -10,7 +10,7 @@ from itertools import groupby
 from pipeworker.display.plan.view import Choice, PlanView, StageView
 from pipeworker.display.text import table
 from pipeworker.plan.actions import Kind
-from pipeworker.plan.figures import bytes_text, count_text, rate_text, seconds_text
+from pipeworker.plan.figures import bytes_text, count_text, plural, rate_text, seconds_text
 from pipeworker.plan.simulate import Span
 
 NAMES = {
@@ -50,8 +50,7 @@ def lines_of(view: PlanView, width: int, paint: Paint = plain) -> Iterator[str]:
 def summary(view: PlanView) -> Iterator[str]:
     """Yield the plan, its predicted figures, and why it is so."""
     planned = view.planned
-    samples = f"{view.samples_each} sample{'s' * (view.samples_each != 1)}"
-    yield f"{view.title}, {samples} a micro-batch"
+    yield f"{view.title}, {plural(view.samples_each, 'sample')} a micro-batch"
     if view.measured:
         yield (
             f"step {seconds_text(planned.step_seconds)}, "

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeworker.facts.layer_facts import NetworkFacts
+from pipeworker.plan.figures import plural
 from pipeworker.plan.partition import ranges
 from pipeworker.plan.placement import held_text
 from pipeworker.plan.planned import Planned, StageSeconds
@@ -157,8 +158,9 @@ class PlanView:
 def title_of(schedule: Schedule) -> str:
     """Return a schedule in a line: stages, micro-batches and its name."""
     stages, workers = schedule.placement.stages, schedule.placement.workers
-    on = "" if workers == stages else f" on {workers} worker{'s' * (workers > 1)}"
-    return f"{stages_text(stages)}{on}, {microbatches_text(schedule.microbatches)}, {schedule.name}"
+    on = "" if workers == stages else f" on {plural(workers, 'worker')}"
+    count = plural(schedule.microbatches, "micro-batch")
+    return f"{plural(stages, 'stage')}{on}, {count}, {schedule.name}"
 
 
 def labels_of(schedule: Schedule) -> tuple[str, ...]:
@@ -167,13 +169,3 @@ def labels_of(schedule: Schedule) -> tuple[str, ...]:
     return tuple(
         held_text(some) if len(some) < 4 else f"stages {some[0]} … {some[-1]}" for some in held
     )
-
-
-def stages_text(count: int) -> str:
-    """Return a number of stages with its noun."""
-    return f"{count} stage{'s' * (count != 1)}"
-
-
-def microbatches_text(count: int) -> str:
-    """Return a number of micro-batches with its noun."""
-    return f"{count} micro-batch{'es' * (count != 1)}"
