@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -285,16 +286,12 @@ class _Explained:
     def idle(self, one: MiniBatch, place: int) -> tuple[float, float]:
         """Return the idle seconds of a worker with even costs, and with those measured."""
         replica = one.lives[place].replica
-        schedule, worker = schedule_of(one, replica), 0
-        for life in one.lives[:place]:
-            worker += life.replica == replica
+        schedule = schedule_of(one, replica)
+        worker = sum(life.replica == replica for life in one.lives[:place])
         if schedule not in self._timings:
-            measured = self._costs[replica]
-            try:
+            measured, self._timings[schedule] = self._costs[replica], None
+            with suppress(ScheduleError, IndexError):  # of another version, or of no worker's
                 timings = simulate(schedule, evened(measured)), simulate(schedule, measured)
-            except (ScheduleError, IndexError):  # of another version, or of no worker's
-                self._timings[schedule] = None
-            else:
                 self._timings[schedule] = timings
         found = self._timings[schedule]
         if found is None:
@@ -364,7 +361,7 @@ def recoveries(lives: Sequence[WorkerLife]) -> Iterator[tuple[tuple[int, int], f
             known = [command.received, command.answered or 0.0]
             known += [span.end or span.begin for span in command.actions[-1:]]
             ends[life.generation] = max(ends.get(life.generation, 0.0), *known)
-    for pair in zip(sorted(begins), sorted(begins)[1:], strict=False):
+    for pair in pairwise(sorted(begins)):
         yield pair, ends[pair[0]], max(ends[pair[0]], begins[pair[1]])
 
 

@@ -90,9 +90,8 @@ def _recoveries(lives: Sequence[WorkerLife], first: float, last: float) -> Itera
     if found:
         yield from _named(_RUN, "run", "recoveries")
     for (_, generation), begin, end in found:
-        name, args = "recovery", {"generation": generation}
-        where = {"pid": _RUN, "tid": 1, "ph": "X", "name": name, "args": args}
-        yield {**where, **_times(max(begin, first), end, first)}
+        args = {"generation": generation}
+        yield _slice(_RUN, "recovery", max(begin, first), end, first, args=args)
 
 
 def _planned(every: Sequence[Sequence[Command]], plan: Plan, zero: float) -> Iterator[Event]:
@@ -117,12 +116,9 @@ def _planned(every: Sequence[Sequence[Command]], plan: Plan, zero: float) -> Ite
                     "stage": action.stage,
                     "microbatch": first + action.microbatch,
                 }
-                event = {"pid": pid, "tid": 1, "ph": "X", "name": str(action), "args": args}
-                yield {
-                    **event,
-                    **_DRAWN.get(action.kind, {}),
-                    **_times(begin + start, begin + end, zero),
-                }
+                drawn = _DRAWN.get(action.kind, {})
+                times = begin + start, begin + end, zero
+                yield _slice(pid, str(action), *times, args=args, **drawn)
 
 
 def by_host(lives: Sequence[WorkerLife], found: Sequence[Event]) -> dict[str, list[Event]]:
@@ -161,22 +157,17 @@ def _named(pid: int, name: str, label: str) -> Iterator[Event]:
 def _slices(command: Command, pid: int, zero: float) -> Iterator[Event]:
     ends = [span.end or span.begin for span in command.actions]
     end = max([command.received, command.answered or 0.0, *ends])
-    where = {"pid": pid, "tid": 1}
     step = {"step": command.step}
     whole = f"step {command.step}" if command.actions else f"after step {command.step}"
-    yield {**where, "ph": "X", "name": whole, **_times(command.received, end, zero), "args": step}
+    yield _slice(pid, whole, command.received, end, zero, args=step)
     for span in command.spans:
-        yield {**where, "ph": "X", "name": span.name, **_times(span.begin, span.end, zero)}
+        yield _slice(pid, *span, zero)
     for action, begin, ended in command.actions:
         args = {**step, "stage": action.stage, "microbatch": command.first + action.microbatch}
         if ended is None:
             args["died"] = True
-        event = {**where, "ph": "X", "name": str(action), "args": args}
-        yield {
-            **event,
-            **_DRAWN.get(action.kind, {}),
-            **_times(begin, end if ended is None else ended, zero),
-        }
+        times, drawn = (begin, end if ended is None else ended), _DRAWN.get(action.kind, {})
+        yield _slice(pid, str(action), *times, zero, args=args, **drawn)
 
 
 def _counters(
@@ -243,6 +234,7 @@ def _at(moment: float, zero: float) -> float:
     return round((moment - zero) * 1e6, 3)
 
 
-def _times(begin: float, end: float, zero: float) -> Event:
+def _slice(pid: int, name: str, begin: float, end: float, zero: float, **more: Any) -> Event:
     at = _at(begin, zero)
-    return {"ts": at, "dur": round(_at(end, zero) - at, 3)}
+    times = {"ts": at, "dur": round(_at(end, zero) - at, 3)}
+    return {"pid": pid, "tid": 1, "ph": "X", "name": name, **times, **more}
