@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from pipeworker.display.text import data_size
-from pipeworker.errors import RecordError, UsageError, writing
+from pipeworker.errors import RecordError, UsageError, reading, writing
 from pipeworker.plan.figures import plural
 from pipeworker.record.checkpoint.folder import remove_checkpoint
 from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
@@ -78,14 +78,11 @@ def _removable(run_dir: RunDir, record: RunRecord, *, keep_weights: bool) -> lis
     Raises:
         UsageError: they cannot be read.
     """
-    try:
-        entries = (
-            [*os.scandir(run_dir.checkpoints.path)] if run_dir.checkpoints.path.is_dir() else []
-        )
-    except OSError as error:
-        raise UsageError(f"{run_dir.checkpoints.path}: cannot be read: {error.strerror}") from None
+    checkpoints = run_dir.checkpoints.path
+    with reading(checkpoints):
+        entries = [*os.scandir(checkpoints)] if checkpoints.is_dir() else []
     folders = [
-        run_dir.checkpoints.path / entry.name
+        checkpoints / entry.name
         for entry in entries
         if entry.is_dir(follow_symlinks=False) and _OURS.fullmatch(entry.name)
     ]

@@ -306,7 +306,7 @@ class StateDictDiff:
             ("the model does not have", list(map(_printable, self.unexpected))),
             ("of another shape or type are", self.different),
         )
-        return "; ".join(f"{what} {_some(names, most)}" for what, names in kinds if names)
+        return "; ".join(f"{what} {some(names, most)}" for what, names in kinds if names)
 
 
 def is_extra_state(key: str) -> bool:
@@ -314,7 +314,8 @@ def is_extra_state(key: str) -> bool:
     return key.rpartition(".")[2] == _EXTRA
 
 
-def _some(names: list[str], most: int | None) -> str:
+def some(names: list[str], most: int | None) -> str:
+    """Return at most so many names, and how many more there are."""
     shown, rest = names[:most], len(names[most:]) if most is not None else 0
     return ", ".join(shown) + (f" and {rest} more" if rest else "")
 

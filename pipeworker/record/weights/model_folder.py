@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.record.checkpoint.json_state import Tensors
+from pipeworker.record.checkpoint.stage_state import some
 from pipeworker.record.checkpoint.tensor_file import TensorFile
 from pipeworker.record.files.atomic_file import sync_file
 from pipeworker.record.files.bounded_file import read_json
@@ -56,8 +57,7 @@ def like(weights: Tensors, folder: Path) -> Tensors:
         (others, "of another shape are {}"),
     ):
         if names:
-            more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
-            listed = ", ".join(names[:_MOST_SHOWN]) + more
+            listed = some(names, _MOST_SHOWN)
             raise UsageError(
                 f"{option}: its weights are not those of the run: {what.format(listed)}; name the "
                 "folder of the same model"
