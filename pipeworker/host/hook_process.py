@@ -6,7 +6,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection
-from contextlib import suppress
 
 from pipeworker.environment import timings
 from pipeworker.errors import PipeworkerError
@@ -46,11 +45,7 @@ class HookProcess:
 
     def warnings(self) -> list[Warned]:
         """Return the warnings that have come since the last call."""
-        found = []
-        with suppress(queue.Empty):
-            while True:
-                found.append(Warned(self._warnings.get_nowait()))
-        return found
+        return [Warned(self._warnings.get()) for _ in range(self._warnings.qsize())]
 
     def finish(
         self,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TypeVar
 
 from pipeworker.host.task_thread import TaskThread
@@ -50,9 +50,5 @@ class ResultThread:
         """Handle the results of all tasks that have ended, in order."""
         with suppress(BlockingIOError):
             os.read(self.reads, 4096)
-        while True:
-            try:
-                handle = self._ended.get_nowait()
-            except Empty:
-                return
-            handle()
+        for _ in range(self._ended.qsize()):
+            self._ended.get()()
