@@ -30,6 +30,7 @@ from pipeworker.host.position import Tracker
 from pipeworker.host.session_watcher import SessionWatcher, share_sockets_folder
 from pipeworker.host.signals import SignalSocket
 from pipeworker.host.start_progress import reported_progress
+from pipeworker.host.streams import connect_to_null
 from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory
 from pipeworker.record.rundir import file_digest
@@ -209,10 +210,8 @@ class Agent:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the agent's parent may ignore it
         die_with_parent(parent)
         os.setsid()
-        null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, 0)
+        connect_to_null(0)
         os.dup2(2, 1)  # until the worker's log is known
-        os.close(null)
         gc.enable()
 
     def _kill_earlier(self, generation: int) -> None:

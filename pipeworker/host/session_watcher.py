@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from struct import Struct
 
+from pipeworker.host.streams import connect_to_null
+
 _RECORD = Struct("=i")
 """The pid of a session's leader; negative once the session is no longer watched."""
 _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -102,9 +104,7 @@ def _watch(reads: int) -> None:
     os.setsid()
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    null = os.open(os.devnull, os.O_RDWR)
-    for stream in range(3):  # their other ends wait for all that have them
-        os.dup2(null, stream)
+    connect_to_null(0, 1, 2)  # their other ends wait for all that have them
     with suppress(OSError):  # Linux
         Path("/proc/self/comm").write_text("watcher")
     leaders: set[int] = set()

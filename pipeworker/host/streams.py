@@ -91,13 +91,18 @@ def flush() -> None:
                 stream.flush()
 
 
+def connect_to_null(*descriptors: int) -> None:
+    """Put the null device in place of what is behind these descriptors."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in descriptors:
+        os.dup2(null, descriptor)
+    os.close(null)
+
+
 def discard_output() -> None:
     """Discard all that this process writes from now on, C code included."""
     flush()
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    os.close(null)
+    connect_to_null(1, 2)
 
 
 def discard_unwritten() -> None:
@@ -109,6 +114,4 @@ def discard_unwritten() -> None:
         try:
             stream.flush()
         except OSError:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, stream.fileno())
-            os.close(null)
+            connect_to_null(stream.fileno())

@@ -136,10 +136,7 @@ class _Parent:
         assert isinstance(setup, lines.HookSetup)
         self.setup = setup
         self._reads, self._writes = os.dup(0), os.dup(1)
-        null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, 0)
-        os.dup2(null, 1)
-        os.close(null)
+        streams.connect_to_null(0, 1)
         threading.Thread(target=self._listen, name="parent", daemon=True).start()
 
     def warn(self, text: str, details: str = "") -> None:
