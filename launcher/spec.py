@@ -129,12 +129,6 @@ class JobSpec:
         return [*self.options, "--run-dir", self.run_dir, *more, job_file, *arguments]
 
 
-def spread(workers: int, nodes: int) -> tuple[int, ...]:
-    """Return the workers of each node: the first nodes may have one more."""
-    share, more = divmod(workers, nodes)
-    return tuple(share + (number < more) for number in range(nodes))
-
-
 def assign_ranks(places: Sequence[int], ranks: int) -> list[int]:
     """Return the host of each rank: neighbouring ranks share a host while it has places."""
     found = [host for host, count in enumerate(places) for _ in range(count)]

@@ -22,10 +22,11 @@ from typing import IO, Any
 import click
 
 from launcher.engines.engine import Carrier, agent_command
-from launcher.spec import Host, JobSpec, RemoteAgent, spread
+from launcher.spec import Host, JobSpec, RemoteAgent
 from pipeworker.environment import timings
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.host.lifetime import command
+from pipeworker.plan.partition import sizes
 
 CALLER = "PIPEWORKER_RAY_CALLER"
 """The variable with the address of the driver's node, by which the agents reach the launcher."""
@@ -95,7 +96,7 @@ class GroupRequest:
             environment[CALLER] = spec.launcher_address
         return GroupRequest(
             address,
-            tuple(_bundle(spec, settings, workers) for workers in spread(spec.workers, spec.nodes)),
+            tuple(_bundle(spec, settings, workers) for workers in sizes(spec.workers, spec.nodes)),
             runtime_env,
             settings.patience,
             spec.folder,
@@ -128,7 +129,7 @@ class Ray(Carrier):
                 tuple(command(module, "", self._driver, str(number), *line)),
                 self.remedy,
             )
-            for number, workers in enumerate(spread(spec.workers, spec.nodes))
+            for number, workers in enumerate(sizes(spec.workers, spec.nodes))
         )
 
     @contextmanager

@@ -18,8 +18,9 @@ from pathlib import Path
 import click
 
 from launcher.engines.engine import Carrier, Cluster, agent_command, run_client
-from launcher.spec import Host, JobSpec, RemoteAgent, spread
+from launcher.spec import Host, JobSpec, RemoteAgent
 from pipeworker.errors import PipeworkerError, UsageError
+from pipeworker.plan.partition import sizes
 from pipeworker.record.rundir import Request
 
 NOTICE = 120
@@ -316,7 +317,7 @@ def agents(spec: JobSpec, nodes: Sequence[tuple[str, int]]) -> tuple[RemoteAgent
             "use at least one worker a node"
         )
     found = []
-    for (node, cores), workers in zip(nodes, spread(spec.workers, len(nodes)), strict=True):
+    for (node, cores), workers in zip(nodes, sizes(spec.workers, len(nodes)), strict=True):
         step = ("srun", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--overlap")
         how = (f"--cpus-per-task={cores}", "--cpu-bind=none", "--quiet", f"--chdir={spec.folder}")
         ours = ("env", f"{_CALLER}={spec.launcher_address}") if spec.launcher_address else ()
