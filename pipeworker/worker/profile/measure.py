@@ -27,12 +27,11 @@ from pipeworker.host.position import Tracker
 from pipeworker.job.file import JobFile
 from pipeworker.worker import blame
 from pipeworker.worker.device.device import Stopwatch
-from pipeworker.worker.internals import engine
 from pipeworker.worker.profile.heap import lost_bytes
 from pipeworker.worker.profile.meters import Flops, SavedTensors, bytes_of, memory_meter
 from pipeworker.worker.profile.optimizer import UpdateFacts, measure_update
 from pipeworker.worker.stage import losses
-from pipeworker.worker.stage.layers import StageConfig, autocast
+from pipeworker.worker.stage.layers import StageConfig
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.skips import StageSkips
 from pipeworker.worker.stage.stage import Stage
@@ -121,61 +120,35 @@ def measure_loss(
     output: Any, wants_grad: Sequence[bool], target: Any, settings: Settings, watch: Stopwatch
 ) -> LayerFacts:
     """Return the facts of the loss of one micro-batch; its seconds are forward and backward."""
-    wanted = dict(zip(map(id, distinct_tensors(output)), wants_grad, strict=True))
-    output = map_tensors(
-        lambda tensor: tensor.detach().requires_grad_() if wanted[id(tensor)] else tensor, output
+    plain = dataclasses.replace(settings.stage, compiler=None)
+    found = measure_layer(
+        lambda: _Loss(settings.job.loss, target),
+        LayerCall(0, output, wants_grad),
+        dataclasses.replace(settings, stage=plain),
+        watch,
     )
-    tensors = distinct_tensors(output)
-    device = settings.stage.device
-    context = autocast(device.type, settings.stage.precision) or nullcontext()
-
-    def forward() -> torch.Tensor:
-        with context, blame.user_code("loss()"):
-            return losses.parts(settings.job.loss(output, target))[0]
-
-    def backward(root: torch.Tensor) -> None:
-        if root.requires_grad:
-            engine((root,), (torch.ones_like(root),), False, False, (), True, True)
-
-    def run() -> float:
-        begin = watch.mark()
-        backward(forward())
-        found = watch.seconds([begin, watch.mark()])
-        for tensor in tensors:
-            tensor.grad = None
-        return found
-
-    memory, saved = memory_meter(device), SavedTensors()
-    targets = distinct_tensors(target)
-    memory.know([*tensors, *targets])
-    start = memory.restart()
-    with memory, saved.active():
-        root = forward()
-    saved.take(targets)
-    saved_input, kept = saved.take(tensors), saved.rest()
-    del saved
-    working = memory.peak - start - kept
-    with memory:
-        backward(root)
-    working = max(working, memory.peak - start - kept)
-    del root
-    for tensor in tensors:
-        tensor.grad = None
-    run()
-    found = [run()]
-    end = perf_counter() + settings.budget
-    while len(found) < settings.repeats and perf_counter() < end:
-        found.append(run())
-    lost = 0
-    if device.type == "cpu" and settings.real:
-        lost = lost_bytes(forward, kept, once=found[0] > _SLOW)
     return LayerFacts(
         "loss",
-        forward=median(found),
-        saved_bytes=kept + lost,
-        saved_input_bytes=saved_input,
-        working_bytes=max(0, working),
+        forward=found.forward + found.backward,
+        saved_bytes=found.saved_bytes + found.saved_output_bytes,
+        saved_input_bytes=found.saved_input_bytes,
+        working_bytes=found.working_bytes,
     )
+
+
+class _Loss(nn.Module):
+    """The loss of a micro-batch as a layer, whose buffers are the target."""
+
+    def __init__(self, loss: Callable[[Any, Any], Any], target: Any) -> None:
+        super().__init__()
+        # A function: a loss that is a module must not become a part of this one.
+        self._loss_of: Callable[[Any], Any] = lambda output: loss(output, target)
+        for number, tensor in enumerate(distinct_tensors(target)):
+            self.register_buffer(str(number), tensor)
+
+    def forward(self, output: Any) -> torch.Tensor:
+        with blame.user_code("loss()"):
+            return losses.parts(self._loss_of(output))[0]
 
 
 class _Measured:
