@@ -53,7 +53,7 @@ from pipeworker.worker.phases import ConnectedWorker, ModelledWorker, PlannedWor
 from pipeworker.worker.settings import Settings
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.state.state import State
-from pipeworker.worker.step.evaluation import PassFailed, SetAverages
+from pipeworker.worker.step.evaluation import Averages, PassFailed
 from pipeworker.worker.step.profiler import StepProfiler
 
 
@@ -282,7 +282,7 @@ class Worker:
         worker, last, result = self.connected, self._last_stage, None
         loaded = worker.loaded
         if not loaded.role.replica:
-            averages = SetAverages(last.loss_of, loaded.job.metrics) if last else None
+            averages = Averages(last.loss_of, loaded.job.metrics) if last else None
             sink = averages.add if averages else lambda *_: None
             explain = self.explain if stays else None
             complete = worker.executor.stream(step, worker.evaluation, batches, sink, explain)

@@ -64,46 +64,52 @@ class Averages:
 
     Sums are exact, so that no result depends on how mini-batches were split. Values stay on their
     device until :meth:`result`. `loss_of` returns a mean over the samples, or a pair (sum, count).
+    Each set of evaluation data has averages of its own, by its name.
     """
 
     loss_of: Callable[[Any, Any], Any]
     metrics: Metrics | None = None
-    _losses: list[torch.Tensor] = field(default_factory=list)
-    _weights: list[Any] = field(default_factory=list)
-    _counted: bool = False
-    _values: dict[str, list[tuple[Any, int]]] = field(default_factory=dict)
+    _sets: dict[str, dict[str, list[_Entry]]] = field(default_factory=dict)
+    """The entries of each figure, by set."""
 
-    def add(self, output: Any, target: Any, samples: int) -> None:
-        """Add the loss and metrics of one micro-batch: nested tensors of ``[samples, ...]``.
+    def add(self, output: Any, target: Any, samples: int, name: str = "") -> None:
+        """Add the loss and metrics of a micro-batch of a set: nested tensors of ``[samples, ...]``.
 
         Raises:
             UsageError: ``loss`` or ``metrics`` returned something other than scalars.
         """
         loss, count = parts(self.loss_of(output, target))
-        self._counted = count is not None
-        self._losses.append(loss)
-        self._weights.append(samples if count is None else count)
+        entry = (loss, samples, samples) if count is None else (loss, 1, count)
+        figures = self._sets.setdefault(name, {})
+        figures.setdefault("loss", []).append(entry)
         if self.metrics is None:
             return
         with user_code("metrics()"):
             values = self.metrics(output, target)
-        for name, value in checked_figures(values).items():
-            self._values.setdefault(name, []).append((value, samples))
+        for figure, value in checked_figures(values).items():
+            figures.setdefault(figure, []).append((value, samples, samples))
 
-    def result(self) -> tuple[float, dict[str, float]]:
-        """Return the loss and the metrics over all samples; NaN if there are none."""
-        losses = [float(loss) for loss in self._losses]
-        weights = [float(weight) for weight in self._weights]
-        terms = losses if self._counted else [a * b for a, b in zip(losses, weights, strict=True)]
-        metrics = {
-            name: _mean([float(v) * n for v, n in values], [n for _, n in values])
-            for name, values in self._values.items()
-        }
-        return _mean(terms, weights), metrics
+    def result(self, step: int) -> Evaluation:
+        """Return the averages after a step; NaN for a loss of no samples.
+
+        Figures of a set with a name are ``name/loss`` and so on; ``loss`` is that of the first one.
+        """
+        found: dict[str, float] = {}
+        for name, figures in self._sets.items():
+            for figure, entries in figures.items():
+                found[f"{name}/{figure}" if name else figure] = _mean(entries)
+        loss = next(iter(found.values()), math.nan)
+        found.pop("loss", None)
+        return Evaluation(step, loss, tuple(found), tuple(found.values()))
 
 
-def _mean(terms: Sequence[float], weights: Sequence[float]) -> float:
-    total = math.fsum(weights)
+_Entry = tuple[Any, Any, Any]
+"""A value, the factor that makes it a term of a sum, and the weight of this term."""
+
+
+def _mean(entries: Sequence[_Entry]) -> float:
+    terms = [float(value) * float(factor) for value, factor, _ in entries]
+    total = math.fsum(float(weight) for *_, weight in entries)
     if not total or not all(map(math.isfinite, terms)):
         return math.nan
     return math.fsum(terms) / total
@@ -139,39 +145,6 @@ def _scalar(name: str, value: Any) -> Any:
         if value.is_complex():
             shown += f" and {value.dtype}"
     raise UsageError(f"metrics(output, target) returned {shown} under {name!r}; return a scalar")
-
-
-@dataclass(slots=True)
-class SetAverages:
-    """The averages of an evaluation pass over one set, or over several by name.
-
-    The arguments are those of :class:`Averages`.
-    """
-
-    loss_of: Callable[[Any, Any], Any]
-    metrics: Metrics | None = None
-    _sets: dict[str, Averages] = field(default_factory=dict)
-
-    def add(self, output: Any, target: Any, samples: int, name: str) -> None:
-        """Add a micro-batch of a set; see :meth:`Averages.add`."""
-        if name not in self._sets:
-            self._sets[name] = Averages(self.loss_of, self.metrics)
-        self._sets[name].add(output, target, samples)
-
-    def result(self, step: int) -> Evaluation:
-        """Return the result after a step.
-
-        Figures of a set with a name are ``name/loss`` and so on; ``loss`` is that of the first one.
-        """
-        found = {name: averages.result() for name, averages in self._sets.items()}
-        loss, figures = next(iter(found.values()), (math.nan, {}))
-        if "" not in found:
-            figures = {
-                f"{name}/{figure}": value
-                for name, (own, metrics) in found.items()
-                for figure, value in {"loss": own, **metrics}.items()
-            }
-        return Evaluation(step, loss, tuple(figures), tuple(figures.values()))
 
 
 Sink = Callable[[Any, Any, int, str], None]

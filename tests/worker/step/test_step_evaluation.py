@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipeworker.errors import UsageError
-from pipeworker.worker.step.evaluation import Averages, SetAverages, eval_mode
+from pipeworker.worker.step.evaluation import Averages, eval_mode
 
 
 def _target_as_loss(output: Any, target: Any) -> Any:
@@ -23,20 +23,18 @@ def test_means_are_weighted_by_samples_exactly() -> None:
     averages = Averages(_target_as_loss, lambda output, target: {"sum": output.sum(), "two": 2})
     for value, samples in ((1.0, 3), (2.0**-60, 1), (-1.0, 3)):
         averages.add(torch.ones(samples), torch.tensor(value).double(), samples)
-    loss, metrics = averages.result()
-    assert loss == 2.0**-60 / 7
-    assert metrics == {"sum": (9 + 1 + 9) / 7, "two": 2.0}
+    assert averages.result(3).row() == {"loss": 2.0**-60 / 7, "sum": (9 + 1 + 9) / 7, "two": 2.0}
 
 
 def test_losses_with_counts_are_divided_by_the_total() -> None:
     averages = Averages(_target_as_loss)
     averages.add(None, (torch.tensor(6.0), 2), 5)
     averages.add(None, (torch.tensor(1.0), torch.tensor(5)), 1)
-    assert averages.result() == (1.0, {})
+    assert averages.result(3).row() == {"loss": 1.0}
 
 
 def test_sets_have_averages_of_their_own() -> None:
-    averages = SetAverages(_target_as_loss, lambda output, target: {"two": 2 * target})
+    averages = Averages(_target_as_loss, lambda output, target: {"two": 2 * target})
     assert math.isnan(averages.result(3).loss)
     for value, name in ((1.0, "val"), (3.0, "val"), (5.0, "test")):
         averages.add(None, torch.tensor(value), 1, name)
@@ -47,16 +45,16 @@ def test_sets_have_averages_of_their_own() -> None:
         "test/loss": 5.0,
         "test/two": 10.0,
     }
-    averages = SetAverages(_target_as_loss, lambda output, target: {"two": 2 * target})
-    averages.add(None, torch.tensor(1.0), 1, "")
+    averages = Averages(_target_as_loss, lambda output, target: {"two": 2 * target})
+    averages.add(None, torch.tensor(1.0), 1)
     assert averages.result(3).row() == {"loss": 1.0, "two": 2.0}
 
 
 def test_no_samples_and_infinite_losses_are_nan() -> None:
-    assert math.isnan(Averages(_target_as_loss).result()[0])
+    assert math.isnan(Averages(_target_as_loss).result(3).loss)
     averages = Averages(_target_as_loss)
     averages.add(None, torch.tensor(math.inf), 1)
-    assert math.isnan(averages.result()[0])
+    assert math.isnan(averages.result(3).loss)
 
 
 @pytest.mark.parametrize(
