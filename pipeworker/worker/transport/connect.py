@@ -18,8 +18,7 @@ from pipeworker.plan.placement import Placement
 from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.transport.credentials import Credentials, Login
 from pipeworker.worker.transport.handshake import AuthenticationError, Membership, RendezvousPoint
-from pipeworker.worker.transport.links import mapped, nccl, shared, tls, unix
-from pipeworker.worker.transport.links.gloo import Gloo
+from pipeworker.worker.transport.links import gloo, mapped, nccl, shared, tls, unix
 from pipeworker.worker.transport.links.link import ConnectedLane, Link, TwoLanes
 from pipeworker.worker.transport.links.unix import connect_unix
 from pipeworker.worker.transport.network import CoordinatorStore, Network
@@ -51,8 +50,7 @@ def connect(
     own = Endpoint.of(accelerator)
     store.set(f"host/{rank}", "\n".join(own))
     credentials = Credentials.of(membership.token) if network.backend == "tls" else None
-    gloo = Gloo(store, network, deadline)
-    connector = _Connector(gloo, membership, credentials, accelerator)
+    connector = _Connector(store, network, membership, credentials, accelerator)
     own_stages, own_replica = placement.stages_of(rank), placement.replica_of(rank)
     links: dict[Edge, Link] = {}
     with contextlib.ExitStack() as unless_all:
@@ -141,9 +139,10 @@ def check_backend(backend: str, device: torch.device, accelerator: Accelerator |
 
 @dataclass(frozen=True, slots=True)
 class _Connector:
-    """Connects one edge after another until the deadline of gloo's store."""
+    """Connects one edge after another until the deadline of the store."""
 
-    gloo: Gloo
+    store: CoordinatorStore
+    network: Network
     membership: Membership
     credentials: Credentials | None
     accelerator: Accelerator | None
@@ -158,9 +157,9 @@ class _Connector:
             OSError, RuntimeError: the other end cannot be reached.
         """
         secret, key = self.membership.edge_key(edge, replica), f"replica-{replica}/{edge}"
-        store, network, accelerator = self.gloo.store, self.gloo.network, self.accelerator
+        accelerator, deadline = self.accelerator, self.store.deadline
         hosts, devices = (
-            RendezvousPoint(store, f"{mechanism}/{key}", store.deadline) for mechanism in mechanisms
+            RendezvousPoint(self.store, f"{mechanism}/{key}", deadline) for mechanism in mechanisms
         )
         link: Link
         if mechanisms[0] == SHARED:
@@ -172,10 +171,10 @@ class _Connector:
                 else shared.ReceivingLink(edge, connection, pin)
             )
         elif self.credentials:
-            login, host = Login(secret, self.credentials), network.own_address()
+            login, host = Login(secret, self.credentials), self.network.own_address()
             link = tls.connect(edge, login, hosts, host, sends=sends)
         else:
-            link = self.gloo.connect(edge, secret, key, sends=sends)
+            link = gloo.connect(edge, secret, hosts, self.network, sends=sends)
         if not mechanisms[1]:
             return link
         assert accelerator
@@ -186,7 +185,7 @@ class _Connector:
                 connection.settimeout(devices.seconds_left())
                 lane = mapped.negotiate(connection, edge, accelerator, sends=sends)
             else:
-                interface = network.interface_name()
+                interface = self.network.interface_name()
                 lane = nccl.connect(edge, devices, interface, accelerator, sends=sends)
             return TwoLanes(link, lane) if lane else link
         except BaseException:

@@ -71,11 +71,11 @@ def test_a_failing_network_is_not_taken_for_an_attack(
 ) -> None:
     tried: list[str] = []
 
-    def group(self: object, prefix: str, rank: int, deadline: float) -> Any:
+    def group(store: Any, network: Network, prefix: str, rank: int, deadline: float) -> Any:
         tried.append(prefix)
         raise RuntimeError("no route to host")
 
-    monkeypatch.setattr(gloo.Gloo, "create_group", group)
+    monkeypatch.setattr(gloo, "create_group", group)
     with pytest.raises(PeerLost, match="no route to host"):
         connect_all((FORTH,), 2, "gloo")
     assert len(tried) == 2 * 3
@@ -90,27 +90,28 @@ def test_a_group_has_a_timeout_even_if_no_time_is_left(monkeypatch: pytest.Monke
         raise RuntimeError("enough")
 
     monkeypatch.setattr(gloo, "gloo_options", options)
-    connector = gloo.Gloo(LocalStore().store(), Network(ENDPOINT, "gloo"), 0.0)
+    store, network = LocalStore().store(), Network(ENDPOINT, "gloo")
     for deadline in (0.0, time.monotonic() + 0.003):
         with pytest.raises(RuntimeError, match="enough"):
-            connector.create_group("name", 0, deadline)
+            gloo.create_group(store, network, "name", 0, deadline)
     assert timeouts == [timedelta(milliseconds=1)] * 2
 
 
 LATE = """
 import sys, threading, time
 from support.transport import ENDPOINT, LocalStore
-from pipeworker.worker.transport.links.gloo import Gloo
+from pipeworker.worker.transport.links.gloo import create_group
 from pipeworker.worker.transport.network import Network
 
 def run(number, rank, late):
-    connector = Gloo(STORE.store(), Network(ENDPOINT, "gloo"), time.monotonic() + 100)
-    connector.create_group(f"first/{number}", rank, time.monotonic() + 50)
+    store, network = STORE.store(), Network(ENDPOINT, "gloo")
+    create_group(store, network, f"first/{number}", rank, time.monotonic() + 50)
     if late:
-        get = connector.store.get
-        connector.store.get = lambda key: (get(key), time.sleep(0.6))[0]
+        get = store.get
+        store.get = lambda key: (get(key), time.sleep(0.6))[0]
     try:
-        connector.create_group(f"second/{number}", rank, time.monotonic() + (1.5 if late else 0.3))
+        deadline = time.monotonic() + (1.5 if late else 0.3)
+        create_group(store, network, f"second/{number}", rank, deadline)
     except RuntimeError:
         FAILED.append(rank)
     time.sleep(1)

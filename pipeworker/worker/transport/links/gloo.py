@@ -19,15 +19,16 @@ import torch
 from pipeworker.environment import timings
 from pipeworker.plan.actions import Edge
 from pipeworker.wire.interfaces import configured
-from pipeworker.worker.internals import PrefixStore, ProcessGroupGloo, gloo_options
+from pipeworker.worker.internals import PrefixStore, ProcessGroupGloo, Store, gloo_options
 from pipeworker.worker.transport.handshake import (
     Authentication,
     AuthenticationError,
+    RendezvousPoint,
     authenticate,
     log_rejection,
 )
 from pipeworker.worker.transport.links.link import GroupWork, OneLane, Pending, peer_lost
-from pipeworker.worker.transport.network import CoordinatorStore, Network
+from pipeworker.worker.transport.network import Network
 
 if TYPE_CHECKING:
     from pipeworker.worker.internals import Work
@@ -69,63 +70,57 @@ class GroupLink(OneLane):
         return GroupWork(self.edge, partial(work.wait, _NO_TIMEOUT), tensor)
 
 
-@dataclass(slots=True)
-class Gloo:
-    """Connects edges by gloo.
+def connect(
+    edge: Edge, secret: bytes, point: RendezvousPoint, network: Network, *, sends: bool
+) -> GroupLink:
+    """Connect this worker's end of an edge by gloo.
 
     gloo accepts any connection that sends a small number, so an unauthenticated process may take a
     rank of a group. Therefore the two ends authenticate each other over the group. If that fails,
     both try again with a new group, which meets at another port.
+
+    Raises:
+        TimeoutError: the peer does not come before the deadline.
+        RuntimeError: it cannot be reached.
     """
+    rank, attempt, store = 0 if sends else 1, 0, point.store
+    while True:
+        attempt += 1
+        prefix = f"{point.key}/{attempt}"
+        store.set(f"{prefix}/here-{rank}", "")
+        store.get(f"{prefix}/here-{1 - rank}")  # from here on, only the network takes time
+        began = time.monotonic()
+        group: Any = None
+        try:
+            until = min(began + timings().reach, point.deadline)
+            group = create_group(store, network, prefix, rank, until)
+            failure = _authenticate_over(group, authenticate(secret, sends=sends), rank)
+        except RuntimeError as error:
+            # An unauthenticated process may break a group, but fails fast and not every time.
+            slow = time.monotonic() - began > timings().reach / 2
+            if slow or attempt == _MAX_BROKEN:
+                raise
+            group, failure = None, str(error)
+        # One end may learn of a failure long before the other, which waits for its timeout.
+        store.set(f"{prefix}/proven-{rank}", "no" if failure else "yes")
+        if store.get(f"{prefix}/proven-{1 - rank}") == b"yes" and not failure:
+            return GroupLink(edge, group)
+        log_rejection(edge, failure or "at the other end")
+        if group is not None:
+            group.abort()
 
-    store: CoordinatorStore
-    network: Network
-    deadline: float
 
-    def connect(self, edge: Edge, secret: bytes, key: str, *, sends: bool) -> GroupLink:
-        """Connect this worker's end of an edge, named `key` in the store.
+def create_group(store: Store, network: Network, prefix: str, rank: int, deadline: float) -> Any:
+    """Return a group of two; raise RuntimeError if it is not connected by `deadline`.
 
-        Raises:
-            TimeoutError: the peer does not come before the deadline.
-            RuntimeError: it cannot be reached.
-        """
-        rank, attempt = 0 if sends else 1, 0
-        while True:
-            attempt += 1
-            prefix = f"{key}/{attempt}"
-            self.store.set(f"{prefix}/here-{rank}", "")
-            self.store.get(f"{prefix}/here-{1 - rank}")  # from here on, only the network takes time
-            began = time.monotonic()
-            group: Any = None
-            try:
-                until = min(began + timings().reach, self.deadline)
-                group = self.create_group(prefix, rank, until)
-                failure = _authenticate_over(group, authenticate(secret, sends=sends), rank)
-            except RuntimeError as error:
-                # An unauthenticated process may break a group, but fails fast and not every time.
-                slow = time.monotonic() - began > timings().reach / 2
-                if slow or attempt == _MAX_BROKEN:
-                    raise
-                group, failure = None, str(error)
-            # One end may learn of a failure long before the other, which waits for its timeout.
-            self.store.set(f"{prefix}/proven-{rank}", "no" if failure else "yes")
-            if self.store.get(f"{prefix}/proven-{1 - rank}") == b"yes" and not failure:
-                return GroupLink(edge, group)
-            log_rejection(edge, failure or "at the other end")
-            if group is not None:
-                group.abort()
-
-    def create_group(self, prefix: str, rank: int, deadline: float) -> Any:
-        """Return a group of two; raise RuntimeError if it is not connected by `deadline`.
-
-        Each group has a device of its own. If a group fails, its device goes with it: a device that
-        other groups keep open would accept the late peer and crash, because gloo calls the freed
-        pair of the failed group.
-        """
-        device = create_device(self.network)
-        left = timedelta(seconds=deadline - time.monotonic())
-        options = gloo_options([device], max(_MIN_TIMEOUT, left / _CONNECT_ATTEMPTS))
-        return ProcessGroupGloo(PrefixStore(prefix, self.store), rank, 2, options)
+    Each group has a device of its own. If a group fails, its device goes with it: a device that
+    other groups keep open would accept the late peer and crash, because gloo calls the freed pair
+    of the failed group.
+    """
+    device = create_device(network)
+    left = timedelta(seconds=deadline - time.monotonic())
+    options = gloo_options([device], max(_MIN_TIMEOUT, left / _CONNECT_ATTEMPTS))
+    return ProcessGroupGloo(PrefixStore(prefix, store), rank, 2, options)
 
 
 def create_device(network: Network) -> ProcessGroupGloo.Device:
