@@ -247,7 +247,7 @@ class Session:
                 done = run()
         except PassFailed as failed:
             self._own_error = failed.error
-            self.send(self.worker.pass_failed(step, failed.failure))
+            self.send(self.worker.pass_done(step, failure=failed.failure))
         else:
             self.send(done)
         return self.wait_for_result()

@@ -18,6 +18,7 @@ from pipeworker.environment import versions
 from pipeworker.errors import PipeworkerError, ProtocolError
 from pipeworker.facts.failure import Failure
 from pipeworker.facts.position import Phase
+from pipeworker.facts.step import Evaluation
 from pipeworker.host import streams
 from pipeworker.job.options import Options
 from pipeworker.plan.actions import parse_actions
@@ -53,7 +54,13 @@ from pipeworker.worker.phases import ConnectedWorker, ModelledWorker, PlannedWor
 from pipeworker.worker.settings import Settings
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.state.state import State
-from pipeworker.worker.step.evaluation import Averages, PassFailed
+from pipeworker.worker.step.evaluation import (
+    Averages,
+    EvaluationPass,
+    Explain,
+    PassFailed,
+    Sink,
+)
 from pipeworker.worker.step.profiler import StepProfiler
 
 
@@ -231,17 +238,14 @@ class Worker:
         worker.state.end_step()
         worker.state.wait_copied()
         with worker.state.changing(f"the update of step {update.step} is not complete"):
-            self._apply(update, worker)
-
-    def _apply(self, update: Update, worker: PlannedWorker) -> None:
-        worker.stages.apply(update)
-        self._tracker.set(Phase.WAITING, update.step)  # a failure from now on is not the update's
-        if not (self._has_updated or update.overflow):
-            self._has_updated = True
-            worker.state.check()  # an optimizer makes its state in its first step
-        if worker.loaded.role.shards and not update.overflow:
-            self._tracker.wait(update.step)
-            worker.stages.share_weights(self.connected.wiring)
+            worker.stages.apply(update)
+            self._tracker.set(Phase.WAITING, update.step)  # a failure is not the update's now
+            if not (self._has_updated or update.overflow):
+                self._has_updated = True
+                worker.state.check()  # an optimizer makes its state in its first step
+            if worker.loaded.role.shards and not update.overflow:
+                self._tracker.wait(update.step)
+                worker.stages.share_weights(self.connected.wiring)
 
     def _run(self, run: RunStep, worker: ConnectedWorker) -> StepDone:
         if worker.loaded.job.steps_by_epoch and run.batch.microbatches:
@@ -279,15 +283,20 @@ class Worker:
             PassFailed: the user's code raised, and the worker `stays`: it can run the next step.
             UserCodeError: the same otherwise.
         """
-        worker, last, result = self.connected, self._last_stage, None
-        loaded = worker.loaded
-        if not loaded.role.replica:
-            averages = Averages(last.loss_of, loaded.job.metrics) if last else None
+        last, result = self._last_stage, None
+        if not self.loaded.role.replica:
+            averages = Averages(last.loss_of, self.loaded.job.metrics) if last else None
             sink = averages.add if averages else lambda *_: None
-            explain = self.explain if stays else None
-            complete = worker.executor.stream(step, worker.evaluation, batches, sink, explain)
+            complete = self._pass(sink, self.explain if stays else None).run(step, batches)
             result = averages.result(step) if averages and complete else None
-        return EvaluationDone(self._settings.rank, step, peak_memory(loaded.device), result)
+        return self.pass_done(step, result)
+
+    def _pass(
+        self, sink: Sink, explain: Explain | None, phase: Phase = Phase.EVALUATION
+    ) -> EvaluationPass:
+        worker = self.connected
+        placement = worker.loaded.role.placement
+        return EvaluationPass(worker.wiring, placement, worker.evaluation, sink, explain, phase)
 
     def predict(
         self, step: int, batches: Iterator[MicroBatches], *, everywhere: bool
@@ -300,33 +309,28 @@ class Worker:
         Raises:
             PassFailed: the user's code raised, or an output is not a batch.
         """
-        worker, outputs, whole = self.connected, [], None
-        complete = worker.executor.stream(
-            step,
-            worker.evaluation,
-            batches,
-            lambda output, *_: outputs.append(output),
-            self.explain,
-            Phase.PREDICTION,
-        )
-        if self._last_stage and complete:
+        outputs: list[Any] = []
+        whole = None
+        run = self._pass(lambda one, *_: outputs.append(one), self.explain, Phase.PREDICTION)
+        if run.run(step, batches) and self._last_stage:
             try:
                 whole = concatenate_outputs(outputs)
                 if everywhere:
-                    worker.wiring.check_sendable(whole)
+                    self.connected.wiring.check_sendable(whole)
             except PipeworkerError as error:
                 raise PassFailed(error, self.explain(error)) from error
-        memory = peak_memory(worker.loaded.device)
-        return EvaluationDone(self._settings.rank, step, memory, None), whole
+        return self.pass_done(step), whole
 
     def broadcast(self, value: Any) -> Any:
         """Return a value of the last stage on every worker."""
         return self.connected.executor.broadcast(value)
 
-    def pass_failed(self, step: int, failure: Failure) -> EvaluationDone:
-        """Return the report of a pass that failed on this worker."""
+    def pass_done(
+        self, step: int, result: Evaluation | None = None, failure: Failure | None = None
+    ) -> EvaluationDone:
+        """Return the report of a pass that has ended, or failed, on this worker."""
         memory = peak_memory(self.loaded.device)
-        return EvaluationDone(self._settings.rank, step, memory, None, failure)
+        return EvaluationDone(self._settings.rank, step, memory, result, failure)
 
     def read(self, batch: Any) -> MicroBatches | None:
         """Split a mini-batch of the user's loop, nested ``[samples, ...]``, where stage 0 is."""

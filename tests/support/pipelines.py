@@ -38,7 +38,7 @@ from pipeworker.worker.stage.offload import Copies, StreamCopies
 from pipeworker.worker.stage.skips import StageSkips
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.step.batch_feed import BatchFeed
-from pipeworker.worker.step.evaluation import Explain, PassFailed
+from pipeworker.worker.step.evaluation import EvaluationPass, Explain, PassFailed
 from pipeworker.worker.step.executor import Executor, StepOutput
 from pipeworker.worker.step.wiring import Wiring
 from pipeworker.worker.transport.links.link import Link
@@ -366,7 +366,9 @@ class Pipeline:
                 read = iter(source.read, None)
             sink = _unexpected if worker != self._last else lambda *found: seen.append(found[:3])
             try:
-                self.executors[worker].stream(step, schedule.workers[worker], read, sink, explain)
+                wiring, actions = self.wirings[worker], schedule.workers[worker]
+                one = EvaluationPass(wiring, self.way.placement, actions, sink, explain)
+                one.run(step, read)
             except PassFailed as error:
                 assert failed is not None
                 failed.append(error.error)

@@ -30,7 +30,9 @@ from pipeworker.facts.failure import Failure
 from pipeworker.facts.position import Phase
 from pipeworker.facts.step import Evaluation
 from pipeworker.plan.actions import RECEIVES, SENDS, Action, Edge, Kind, edge_of
+from pipeworker.plan.connect import lags
 from pipeworker.plan.partition import sizes
+from pipeworker.plan.placement import Placement
 from pipeworker.worker.blame import UserCodeError, user_code
 from pipeworker.worker.data.reader import MicroBatches
 from pipeworker.worker.stage.losses import parts
@@ -195,47 +197,56 @@ class _Passage:
 
 
 class EvaluationPass:
-    """One evaluation pass on one worker; `actions` are those of one micro-batch.
+    """One evaluation pass on one worker.
 
-    `behind` has the lag of each stage of the pipeline, in micro-batches.
-
-    Without `explain` the first error is raised at once. With it, an error of the user's code is
-    raised as :class:`PassFailed` at the end of the pass.
-
-    Attributes:
-        complete: whether the pass has failed neither here nor on a worker before this one.
+    Args:
+        wiring: the channels of the worker's stages.
+        placement: the stages of the pipeline.
+        actions: those of the worker for one micro-batch.
+        sink: called where the last stage is.
+        explain: without it the first error is raised at once; with it, an error of the user's code
+            is raised as :class:`PassFailed` after the channels were emptied.
+        phase: what errors call the pass.
     """
 
     def __init__(
         self,
         wiring: Wiring,
+        placement: Placement,
         actions: Sequence[Action],
-        behind: Sequence[int],
-        last: StageChannels | None,
         sink: Sink,
         explain: Explain | None = None,
         phase: Phase = Phase.EVALUATION,
     ) -> None:
-        self._phase = phase
+        self._wiring, self._stages, self._accelerator = wiring, wiring.stages, wiring.accelerator
+        self._sink, self._explain, self._phase = sink, explain, phase
         self._programs = [
             [(a.kind, None if a.kind is Kind.FORWARD else edge_of(a)) for a in own]
             for _, own in groupby(actions, lambda action: action.stage)
         ]
-        own = [behind[stage] for stage in wiring.stages]
+        behind = lags(placement)
+        own = [behind[stage] for stage in self._stages]
         self._lags = [lag - own[0] for lag in own]
-        self._handlers, self._receivers = wiring.handlers, wiring.receivers
-        self._senders, self._explain = wiring.senders, explain
+        self._last = self._stages.get(placement.stages - 1)
+        self._tracker = next(iter(self._stages.values())).stage.tracker
         self._failed: PassFailed | None = None
-        self.complete = True
-        self._stages, self._accelerator = wiring.stages, wiring.accelerator
-        self._last, self._sink = last, sink
+        self._complete = True
 
-    def run(self, step: int, batches: Iterator[MicroBatches]) -> None:
+    def run(self, step: int, batches: Iterator[MicroBatches]) -> bool:
         """Evaluate all of `batches`, which are read where stage 0 is.
 
+        Returns:
+            Whether the pass was complete; with `explain` it may have failed on another worker.
+
         Raises:
-            PassFailed: an error of the user's code, if errors are explained.
+            PeerLost: a channel closed.
+            UserCodeError: the user's code raised; the tracker has the position.
+            PassFailed: the same with `explain`.
         """
+        for channels in self._stages.values():
+            channels.step = step
+            channels.stage.begin(step)
+        self._wiring.begin(None, {})
         inputs = self._inputs(step, batches)
         layers = [x for channels in self._stages.values() for x in channels.stage.layers]
         with ExitStack() as modes:
@@ -244,14 +255,19 @@ class EvaluationPass:
             except Exception as error:
                 self._keep(error)
             self._run_all(step, inputs)
+        self._tracker.wait(step)
+        self._wiring.flush()
+        self._wiring.clear()
+        self._tracker.wait(step)
         if self._failed:
             raise self._failed from self._failed.error
+        return self._complete
 
     def _keep(self, error: Exception) -> None:
         """Keep the first error of the user's code for the end of the pass; raise any other."""
         if self._explain is None or not changes_nothing(error):
             raise error
-        self.complete = False
+        self._complete = False
         self._failed = self._failed or PassFailed(error, self._explain(error))
 
     def _run_all(self, step: int, inputs: Iterator[tuple[Any, Any]]) -> None:
@@ -273,7 +289,7 @@ class EvaluationPass:
                 if end is None and passage.ended:
                     end = m
             if (m := number - self._lags[-1]) in under_way:
-                self.complete = self.complete and not under_way.pop(m).failed
+                self._complete = self._complete and not under_way.pop(m).failed
             number += 1
 
     def _begin(self, m: int, inputs: Iterator[tuple[Any, Any]]) -> _Passage:
@@ -305,14 +321,14 @@ class EvaluationPass:
                 elif edge is None:
                     self._forward(channels, mb, step)
                 else:
-                    self._handlers[edge](m)
+                    self._wiring.handlers[edge](m)
             except Exception as error:
                 self._keep(error)
                 if kind in SENDS and not failed:  # nothing was sent
                     self._relay(kind, edge, mb, ended=passage.ended)
                 passage.failed = True
             if edge is not None and kind in RECEIVES:
-                received.append(self._receivers[edge])
+                received.append(self._wiring.receivers[edge])
             if kind is Kind.RECEIVE_ACTIVATION:
                 passage.ended = mb.value == []
                 passage.failed = passage.failed or mb.value is None
@@ -331,12 +347,12 @@ class EvaluationPass:
         """Send or receive a frame of a micro-batch that has failed; compute nothing."""
         if edge is None:
             return
-        self._stages[edge.source if kind in SENDS else edge.target].stage.tracker.wait()
+        self._tracker.wait()
         if kind in SENDS:
-            self._senders[edge].send(mb.number, [] if ended else None)
+            self._wiring.senders[edge].send(mb.number, [] if ended else None)
             return
         mb.value = None
-        value = self._receivers[edge].receive(mb.number)
+        value = self._wiring.receivers[edge].receive(mb.number)
         if kind is Kind.RECEIVE_ACTIVATION and value == []:
             mb.value = value
 
@@ -347,13 +363,13 @@ class EvaluationPass:
         for transfer in channels.after_forward:
             transfer(mb)
         if channels is self._last:
-            channels.stage.tracker.set(self._phase, step, mb.number)
+            self._tracker.set(self._phase, step, mb.number)
             samples, target, name = mb.target
             self._sink(output, self._to_device(target), samples, name)
 
     def _inputs(self, step: int, batches: Iterator[MicroBatches]) -> Iterator[tuple[Any, Any]]:
         """Yield each micro-batch: a list of its input; its number of samples, target and set."""
-        tracker = self._stages[0].stage.tracker
+        tracker = self._tracker
         done, name = 0, ""
         while True:
             tracker.set(self._phase, step)

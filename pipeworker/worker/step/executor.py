@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -11,7 +11,6 @@ from operator import sub
 from time import perf_counter
 from typing import Any
 
-from pipeworker.facts.position import Phase
 from pipeworker.plan.actions import (
     BUSY,
     INPUTS,
@@ -26,7 +25,6 @@ from pipeworker.plan.actions import (
     edge_of,
 )
 from pipeworker.plan.columns import columns_of, peak_live
-from pipeworker.plan.connect import lags
 from pipeworker.plan.partition import block
 from pipeworker.plan.placement import Placement
 from pipeworker.trace.ring import MiniBatchTimes, Ring
@@ -37,7 +35,6 @@ from pipeworker.worker.stage import losses
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.values import distinct_tensors
 from pipeworker.worker.step.batch_feed import BatchFeed
-from pipeworker.worker.step.evaluation import EvaluationPass, Explain, PassFailed, Sink
 from pipeworker.worker.step.profiler import labelled
 from pipeworker.worker.step.stage_channels import Handler, StageChannels, waiting_handler
 from pipeworker.worker.step.wiring import Wiring
@@ -180,7 +177,6 @@ class Executor:
         stage = next(iter(wiring.stages.values())).stage
         self._wiring, self._replicas = wiring, placement.replicas
         self._last = wiring.stages.get(placement.stages - 1)
-        self._behind = lags(placement)
         self._tracker = stage.tracker
         self._ring, self._device = ring, stage.device
         watch = stopwatch_for(stage.device)
@@ -304,47 +300,6 @@ class Executor:
             mb.wants_grad = [False] * len(distinct_tensors(value))
             if last is not None:
                 last.microbatches[m].target = target
-
-    def stream(
-        self,
-        step: int,
-        actions: Sequence[Action],
-        batches: Iterator[MicroBatches],
-        sink: Sink,
-        explain: Explain | None = None,
-        phase: Phase = Phase.EVALUATION,
-    ) -> bool:
-        """Stream mini-batches through the stages, forward only, in eval mode.
-
-        `actions` are those of one micro-batch. `batches` are read where stage 0 is, and `sink` is
-        called where the last stage is. Errors name the `phase`.
-
-        Returns:
-            Whether the pass was complete; with `explain` it may have failed on another worker.
-
-        Raises:
-            PeerLost: a channel closed.
-            UserCodeError: the user's code raised; the tracker has the position.
-            PassFailed: the same with `explain`, after the channels were emptied.
-        """
-        wiring = self._wiring
-        for channels in wiring.stages.values():
-            channels.step = step
-            channels.stage.begin(step)
-        wiring.begin(None, {})
-        run = EvaluationPass(wiring, actions, self._behind, self._last, sink, explain, phase)
-        failed: PassFailed | None = None
-        try:
-            run.run(step, batches)
-        except PassFailed as error:
-            failed = error
-        self._tracker.wait(step)
-        wiring.flush()
-        wiring.clear()
-        self._tracker.wait(step)
-        if failed:
-            raise failed
-        return run.complete
 
     def broadcast(self, value: Any) -> Any:
         """Return a value of the last stage on every worker.
