@@ -195,7 +195,8 @@ class ReaderProcess:
         self._selector = selectors.DefaultSelector()
         for one in (connection, control):
             self._selector.register(one, selectors.EVENT_READ)
-        self._job: _Job | None = None
+        self._job: _Job
+        """Set by the first request."""
         self._first: Packed | None = None
         """The first mini-batch of the job, if it was peeked at."""
         self._begin: Place | None = None
@@ -260,29 +261,28 @@ class ReaderProcess:
                     return None
                 case Next():
                     return self._next(request)
-            assert self._job is not None
-            match request:
                 case Length():
                     return Packed(Began(found=True, length=self._job.reader.length))
                 case Peek():
-                    return self._peek(request, self._job)
+                    return self._peek(request)
                 case Begin():
-                    return self._begin_at(request, self._job)
+                    return self._begin_at(request)
             return assert_never(request)
         except BaseException as error:  # the worker does the same, and reports what is wrong
             self._status = UNFIT
             return Packed(Unfit(_text(error)))
 
-    def _peek(self, request: Peek, job: _Job) -> Packed:
+    def _peek(self, request: Peek) -> Packed:
         if self._first is None:
             if self._begin is not None:
                 return self._lost()
-            restore_states(job.own, request.drawn)
+            restore_states(self._job.own, request.drawn)
             with self._clock.running():
-                self._first = Packed(job.peek())
+                self._first = Packed(self._job.peek())
         return self._first
 
-    def _begin_at(self, request: Begin, job: _Job) -> Packed:
+    def _begin_at(self, request: Begin) -> Packed:
+        job = self._job
         place = (0, 0) if request.position is None else place_of(request.position)
         if self._begin is None:
             if self._first is None:
@@ -317,7 +317,6 @@ class ReaderProcess:
         self._has_read = True
 
     def _read_one(self) -> Reply:
-        assert self._job is not None
         try:
             item = self._job.read()
             packed = self._pack(item)

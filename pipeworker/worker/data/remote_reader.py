@@ -6,9 +6,10 @@ import inspect
 import select
 import socket
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from pipeworker.errors import PipeworkerError
 from pipeworker.facts.failure import Cause, Failure
@@ -41,6 +42,7 @@ _COPIES = 3
 """A recovery begins at one of the last copies of the state, of which two may be incomplete."""
 _POLL_SECONDS = 1.0
 _END_SECONDS = 1.0
+T = TypeVar("T")
 _START: Position = {"epoch": 0, "read": 0}
 
 
@@ -91,64 +93,33 @@ class RemoteReader(Reader):
             self._start_process()  # it loads the job while this worker builds the model
 
     def measure(self) -> int:
-        """Begin the first epoch without reading; return its :attr:`length`."""
-        try:
-            if self._decide():
-                return self._remote_length
-        except _CannotRead as error:
-            self._read_here(f"{error}", None)
-        return super().measure()
+        return self._either(lambda: self._remote_length, super().measure)
 
     def peek(self) -> MicroBatches:
-        """Return the first mini-batch without consuming it."""
-        try:
-            if self._decide():
-                return self._peek_there()
-        except _CannotRead as error:
-            self._read_here(f"{error}", None)
-        return super().peek()
+        return self._either(self._peek_there, super().peek)
 
     def read(self) -> MicroBatches | None:
-        """Return the next mini-batch, or None after the last epoch."""
-        try:
-            if self._decide():
-                if not self._has_begun:
-                    self._begin_there(None)
-                return self._read_there()
-        except _CannotRead as error:
-            self._read_here(f"{error}", self._after if self._has_begun else None)
-        return super().read()
+        return self._either(self._read_there, super().read)
 
     def position(self, *, prefetched: bool) -> dict[str, Any]:
-        """Return the reading position; before the last mini-batch if `prefetched`."""
         if self._is_remote:
             return dict(self._before if prefetched else self._after)
         return super().position(prefetched=prefetched)
 
     def restore(self, position: Mapping[str, Any]) -> None:
-        """Resume reading at a position; call it before the first :meth:`read`."""
         position = validate_position(position)
         if "random" in position:  # the data can be skipped
             self._read_here("", None)
-        try:
-            if self._decide():
-                self._begin_there(position)
-                return
-        except _CannotRead as error:
-            self._read_here(f"{error}", None)
-        super().restore(position)
+        self._either(partial(self._begin_there, position), partial(super().restore, position))
 
     @property
     def length(self) -> int:
-        """The number of mini-batches of an epoch; 0 if the data has no length."""
         return self._remote_length if self._is_remote else super().length
 
     def expect(self, count: int | None) -> None:
-        """Note that at most `count` mini-batches will be read from now on; None if unknown."""
         self._left = count
 
     def note_copy(self, position: Mapping[str, Any]) -> None:
-        """Note that a copy of the state is being made, which will continue at a position."""
         self._copies.append(place_of(position))
 
     def close(self) -> None:
@@ -160,6 +131,15 @@ class RemoteReader(Reader):
                 connection.settimeout(_END_SECONDS)
                 connection.recv(1)  # nothing, when the process ends
         self._link.close()
+
+    def _either(self, there: Callable[[], T], here: Callable[[], T]) -> T:
+        """Return the result of the process that reads the data, or else of this one."""
+        try:
+            if self._decide():
+                return there()
+        except _CannotRead as error:
+            self._read_here(f"{error}", self._after if self._has_begun else None)
+        return here()
 
     def _decide(self) -> bool:
         """Return whether a process reads the data."""
@@ -230,6 +210,8 @@ class RemoteReader(Reader):
         return batches
 
     def _read_there(self) -> MicroBatches | None:
+        if not self._has_begun:
+            self._begin_there(None)
         more = self._left is None or self._left > 1
         item = self._ask(Next(self._copies[0], more), Item)
         self._left = None if self._left is None else self._left - 1
