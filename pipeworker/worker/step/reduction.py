@@ -102,7 +102,7 @@ class Reduction:
         for goal, sender in self._senders.items():
             sender.send(_FLAGS, [flags, *moments])
             for number, piece in enumerate(self._parts[goal], 1):
-                sender.send(number, self._gradients.piece(piece))
+                sender.send(number, self._gradients.read(piece))
 
     def sum(self) -> None:
         """Add up this replica's part of the gradients and send the sums to all others."""
@@ -138,7 +138,7 @@ class Reduction:
 
     def _sum_piece(self, number: int, piece: Piece) -> None:
         terms = [
-            self._gradients.piece(piece)
+            self._gradients.read(piece)
             if r == self._replica
             else self._receivers[r].receive(number)
             for r in range(self._replicas)
@@ -148,7 +148,7 @@ class Reduction:
         for goal, sender in self._senders.items():
             sender.send(-number, total)
             self._receivers[goal].release(number)
-        self._gradients.put(piece, total)
+        self._gradients.write(piece, total)
 
     def gather(self) -> None:
         """Receive the sums of the other replicas' parts, and the buffers of replica 0."""
@@ -156,7 +156,7 @@ class Reduction:
             return
         for origin, receiver in self._receivers.items():
             for number, piece in enumerate(self._parts[origin], 1):
-                self._gradients.put(piece, receiver.receive(-number))
+                self._gradients.write(piece, receiver.receive(-number))
                 receiver.release(-number)
             if origin == 0 and self._buffers:
                 self._buffers.unpack(receiver.receive(_BUFFERS))
@@ -205,7 +205,7 @@ class Reduction:
         for sender in self._senders.values():
             sender.begin(_UPDATE)
             for number, piece in enumerate(weights.parts[0], _WEIGHTS):
-                sender.send(number, weights.piece(piece))
+                sender.send(number, weights.read(piece))
 
     def receive_weights(self, shards: Sequence[Sequence[nn.Parameter]]) -> None:
         """Receive the weights that the others have updated; see :meth:`send_weights`."""
@@ -214,7 +214,7 @@ class Reduction:
             pieces = weights.parts[0]
             receiver.begin(_UPDATE, range(_WEIGHTS, _WEIGHTS + len(pieces)))
             for number, piece in enumerate(pieces, _WEIGHTS):
-                weights.put(piece, receiver.receive(number))
+                weights.write(piece, receiver.receive(number))
                 receiver.release(number)
             weights.end()
         for sender in self._senders.values():

@@ -20,16 +20,7 @@ from pipeworker.plan.partition import block, pieces, sizes
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements `start` to ``stop - 1`` of the vector with index `kind`."""
-
-    kind: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    """Elements `start` to ``stop - 1`` of the parameter with index `index`."""
+    """Elements `start` to ``stop - 1`` of the vector, or the parameter, with an index."""
 
     index: int
     start: int
@@ -37,6 +28,7 @@ class _Segment:
 
     @property
     def size(self) -> int:
+        """The number of elements."""
         return self.stop - self.start
 
 
@@ -76,16 +68,18 @@ class Layout:
             for replica in range(replicas)
         ]
         self._runs = {piece: self._runs_of(piece) for part in self.parts for piece in part}
+        self._flat: list[torch.Tensor | None] = []
+        """The elements of each parameter's tensor, of shape ``[elements]``, or None."""
 
-    def _runs_of(self, piece: Piece) -> list[list[_Segment]]:
+    def _runs_of(self, piece: Piece) -> list[list[Piece]]:
         """Return the segments of a piece, with small neighbours together."""
-        runs: list[list[_Segment]] = []
+        runs: list[list[Piece]] = []
         small = False
         for index, place in enumerate(self._places):
             start, stop = max(place.start, piece.start), min(place.stop, piece.stop)
-            if place.kind != piece.kind or start >= stop:
+            if place.index != piece.index or start >= stop:
                 continue
-            segment = _Segment(index, start - place.start, stop - place.start)
+            segment = Piece(index, start - place.start, stop - place.start)
             before, small = small, segment.size < _SMALL
             if small and before:
                 runs[-1].append(segment)
@@ -93,32 +87,30 @@ class Layout:
                 runs.append([segment])
         return runs
 
-    def read(self, piece: Piece, flat: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    def read(self, piece: Piece) -> list[torch.Tensor]:
         """Return the elements of a piece, a tensor of shape ``[elements]`` for each run.
 
-        `flat` has the elements of each parameter's tensor, of shape ``[elements]``; None counts as
-        zeros. Large segments are views.
+        A parameter without a tensor counts as zeros. Large segments are views.
         """
         found = []
         for run in self._runs[piece]:
-            parts = [self._segment(segment, flat[segment.index], piece.kind) for segment in run]
+            parts = [self._segment(segment, piece.index) for segment in run]
             found.append(parts[0] if len(parts) == 1 else torch.cat(parts))
         return found
 
-    def _segment(self, segment: _Segment, flat: torch.Tensor | None, kind: int) -> torch.Tensor:
+    def _segment(self, segment: Piece, kind: int) -> torch.Tensor:
+        flat = self._flat[segment.index]
         if flat is None:
             dtype, device = self._kinds[kind]
             return torch.zeros(segment.size, dtype=dtype, device=device)
         return flat[segment.start : segment.stop]
 
-    def write(
-        self, piece: Piece, values: Sequence[torch.Tensor], flat: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Copy the elements of a piece to where :meth:`read` finds them; leave out None."""
+    def write(self, piece: Piece, values: Sequence[torch.Tensor]) -> None:
+        """Copy the elements of a piece to where :meth:`read` finds them, if that is anywhere."""
         for run, value in zip(self._runs[piece], values, strict=True):
             start = 0
             for segment in run:
-                goal = flat[segment.index]
+                goal = self._flat[segment.index]
                 if goal is not None:
                     source = value[start : start + segment.size]
                     goal[segment.start : segment.stop].copy_(source)
@@ -157,10 +149,6 @@ class Layout:
 class Gradients(Layout):
     """The gradients of a stage's parameters, while replicas add them up."""
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], replicas: int) -> None:
-        super().__init__(named, replicas)
-        self._flat: list[torch.Tensor | None] = []
-
     def begin(self) -> list[bool]:
         """Return, for each parameter, whether it has a gradient here.
 
@@ -177,10 +165,6 @@ class Gradients(Layout):
             self._flat.append(_flat_gradient(parameter))
         return [flat is not None for flat in self._flat]
 
-    def piece(self, piece: Piece) -> list[torch.Tensor]:
-        """Return this replica's values of a piece."""
-        return self.read(piece, self._flat)
-
     def make(self, present: Sequence[bool]) -> None:
         """Make the gradients that other replicas have and this one lacks, to be written to.
 
@@ -192,10 +176,6 @@ class Gradients(Layout):
                     parameter.shape, dtype=parameter.dtype, device=parameter.device
                 )
                 self._flat[index] = _flat_gradient(parameter)
-
-    def put(self, piece: Piece, sums: Sequence[torch.Tensor]) -> None:
-        """Store the sums of a piece in the parameters' ``grad``."""
-        self.write(piece, sums, self._flat)
 
     def end(self) -> None:
         """Forget the tensors of this step."""
@@ -209,17 +189,11 @@ class Weights(Layout):
         super().__init__([("", parameter) for parameter in parameters], 1)
         self._flat = [_flat(parameter.detach()) for parameter in parameters]
 
-    def piece(self, piece: Piece) -> list[torch.Tensor]:
-        return self.read(piece, self._flat)
-
-    def put(self, piece: Piece, weights: Sequence[torch.Tensor]) -> None:
-        """Store the weights of a piece; those whose memory is in another order at :meth:`end`."""
-        self.write(piece, weights, self._flat)
-
     def end(self) -> None:
+        """Store the weights that were written, where their memory is in another order."""
         for parameter, flat in zip(self.parameters, self._flat, strict=True):
             real = _real(parameter.detach())
-            if real.data_ptr() != flat.data_ptr():
+            if flat is not None and real.data_ptr() != flat.data_ptr():
                 real.copy_(flat.view(real.shape))
 
 

@@ -49,9 +49,9 @@ def test_sums_are_those_of_what_is_there(
         one.make([any(some) for some in zip(*there, strict=True)])
     for owner, own in enumerate(all_of):
         for piece in own.parts[owner]:
-            total = own.add(piece, [one.piece(piece) for one in all_of], there)
+            total = own.add(piece, [one.read(piece) for one in all_of], there)
             for other in all_of:
-                other.put(piece, total)
+                other.write(piece, total)
     for one in all_of:
         one.end()
         for parameter, wanted in zip(one.parameters, want, strict=True):
