@@ -7,7 +7,7 @@ import pickle
 import resource
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -66,7 +66,7 @@ def peak_memory(device: torch.device) -> int:
 
 def used_memory(device: torch.device) -> int:
     """Return the present memory in bytes: of the accelerator's allocator, else of the process."""
-    with MemoryGauge(device) as gauge:
+    with closing(MemoryGauge(device)) as gauge:
         return gauge()
 
 
@@ -90,12 +90,6 @@ class MemoryGauge:
         if self._file < 0:
             return peak_resident()
         return int(os.pread(self._file, 64, 0).split(None, 2)[1]) * _PAGE
-
-    def __enter__(self) -> MemoryGauge:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the file of the system that it reads."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from time import perf_counter
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import Self
 
-from pipeworker.worker.device.device import EventStopwatch, Stopwatch, stopwatch_for
+from pipeworker.worker.device.device import Stopwatch, stopwatch_for
 from pipeworker.worker.internals import dense_parts, observing, pytree, storage_key
 from pipeworker.worker.stage.values import distinct_tensors
 
@@ -66,15 +66,10 @@ class UndisturbedStopwatch(Stopwatch):
 def stopwatch_of_layers(device: torch.device) -> Iterator[Stopwatch]:
     """Yield the stopwatch with which layers are measured on a device."""
     if device.type != "cpu":
-        watch = stopwatch_for(device)
-        assert isinstance(watch, EventStopwatch)
-        yield watch
+        yield stopwatch_for(device)
         return
-    own = UndisturbedStopwatch()
-    try:
+    with closing(UndisturbedStopwatch()) as own:
         yield own
-    finally:
-        own.close()
 
 
 class Flops:

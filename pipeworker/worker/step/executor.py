@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import compress
@@ -241,7 +241,7 @@ class Executor:
         marks: list[Any] = []
         mark, now, at = self._stopwatch.mark if self._stopwatch else None, perf_counter, 0
         memory: list[int] = []
-        with MemoryGauge(self._device) if run.recorded else nullcontext() as used:
+        with closing(MemoryGauge(self._device)) if run.recorded else nullcontext() as used:
             for handle, microbatch, on_device in program.instructions:
                 times[at] = now()
                 if mark is not None and on_device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -208,7 +209,7 @@ def test_a_snapshot_is_what_the_devices_allocator_holds(
 
 
 def test_the_memory_of_a_process_grows_with_what_it_allocates() -> None:
-    with MemoryGauge(CPU) as gauge:
+    with closing(MemoryGauge(CPU)) as gauge:
         before = gauge()
         held = torch.ones(16 << 20)  # larger than any memory that malloc keeps
         assert held.nbytes * 0.9 < gauge() - before < held.nbytes * 1.5

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from pipeworker.worker.internals import is_fake, version_of
-from pipeworker.worker.stage.cut.calls import leaves_of, name_of
+from pipeworker.worker.stage.cut.calls import Counting, leaves_of, name_of
 from pipeworker.worker.stage.values import bits_of
 from pipeworker.worker.transport.structure import PLAIN_TYPES
 
@@ -50,17 +49,15 @@ class Trace:
         return held[2]
 
 
-class Recording(TorchFunctionMode):
+class Recording(Counting):
     """Adds each call inside the context that has a fake tensor among its arguments to a trace."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._record)
         self.trace = Trace()
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        leaves = [*leaves_of(args), *leaves_of(kwargs or {})]
+    def _record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        leaves = leaves_of((args, kwargs))
         if any(isinstance(leaf, torch.Tensor) and is_fake(leaf) for leaf in leaves):
             self.trace.add(name_of(func), leaves)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
