@@ -42,9 +42,15 @@ def refused(layer: int, unit: str, reason: str, remedy: str) -> UsageError:
 
 
 class Guards:
-    """The checks of one run of a hollow module's forward."""
+    """The checks of one run of a hollow module's forward.
 
-    def __init__(self, module: nn.Module, units: Sequence[nn.Module]) -> None:
+    `where` returns the layer that the forward is in, and what messages call it.
+    """
+
+    def __init__(
+        self, module: nn.Module, units: Sequence[nn.Module], where: Callable[[], tuple[int, str]]
+    ) -> None:
+        self._where = where
         inside = {id(buffer) for unit in units for buffer in unit.buffers()}
         self._buffers = {id(b): name for name, b in module.named_buffers() if id(b) in inside}
         self._hooks = saved_tensor_hooks()
@@ -56,83 +62,70 @@ class Guards:
                     f"may be on several stages; put the hook on one of them, {_BY_HAND}"
                 )
 
-    def check_tensors(self, layer: int, unit: str, tensors: Sequence[torch.Tensor]) -> None:
+    def refused(self, reason: str, remedy: str) -> UsageError:
+        """Return the error for what the forward does now."""
+        return refused(*self._where(), reason, remedy)
+
+    def check_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Reject a tensor that comes from a unit on a way that is not seen."""
         if any(map(is_fake, tensors)):
-            raise refused(
-                layer,
-                unit,
+            raise self.refused(
                 "uses a tensor that a unit keeps in an attribute or an object of its own, or that "
                 "a transform as vmap or a compiled function makes",
                 "have the unit return it",
             )
 
-    def plain(self, layer: int, unit: str, tensors: Sequence[torch.Tensor]) -> None:
+    def plain(self, tensors: Sequence[torch.Tensor]) -> None:
         """Check a call whose arguments do not depend on parameters, when it is done."""
-        self.check_tensors(layer, unit, tensors)
-        self._check_buffers(layer, unit, tensors)
+        self.check_tensors(tensors)
+        self._check_buffers(tensors)
 
-    def tainted(
-        self, layer: int, unit: str, name: str, tensors: Sequence[torch.Tensor], parameter: str
-    ) -> None:
+    def tainted(self, name: str, tensors: Sequence[torch.Tensor], parameter: str) -> None:
         """Check a call whose arguments depend on parameters, before it is done.
 
         `parameter` is the name of the first one, if that is a parameter itself.
         """
-        self._check_buffers(layer, unit, tensors)
+        self._check_buffers(tensors)
         if name in _RESHAPING:
             done = _DONE_TO_ATTRIBUTES.get(name, f"calls {name} on")
             if parameter:
                 remedy = "do it in model(), or within one layer"
-                raise refused(layer, unit, f"{done} the parameter {parameter!r}", remedy)
-            raise refused(layer, unit, f"{done} an activation", "make a new tensor")
-        self.check_context(layer, unit)
+                raise self.refused(f"{done} the parameter {parameter!r}", remedy)
+            raise self.refused(f"{done} an activation", "make a new tensor")
+        self.check_context()
 
-    def check_context(self, layer: int, unit: str) -> None:
+    def check_context(self) -> None:
         """Reject a checkpoint, or other hooks on saved tensors, around layers."""
         if saved_tensor_hooks() != self._hooks:
-            raise refused(
-                layer,
-                unit,
+            raise self.refused(
                 "makes a checkpoint, or has hooks on saved tensors",
                 "leave checkpoints to --recompute",
             )
 
-    def filled(self, layer: int, unit: str, tensor: torch.Tensor) -> None:
+    def filled(self, tensor: torch.Tensor) -> None:
         """Check a tensor of the input, or a new one, that gets numbers of an activation."""
         if base_of(tensor) is not None or storage_uses(tensor) > _ALONE:
-            raise refused(
-                layer,
-                unit,
+            raise self.refused(
                 "fills a tensor that is a view or has one with numbers of an activation",
                 "fill the whole tensor by one that has no view",
             )
 
-    def _check_buffers(self, layer: int, unit: str, tensors: Sequence[torch.Tensor]) -> None:
+    def _check_buffers(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             if name := self._buffers.get(id(tensor)):
-                raise refused(
-                    layer,
-                    unit,
+                raise self.refused(
                     f"uses the buffer {name!r} outside of the module that computes with it",
                     "have that module return what is needed of it",
                 )
 
     @contextmanager
-    def functions(
-        self,
-        where: Callable[[], tuple[int, str]],
-        depends: Callable[[Sequence[torch.Tensor]], bool],
-    ) -> Iterator[None]:
-        """Reject calls of ``torch.autograd.Function.apply`` between units on what they return."""
+    def functions(self, depends: Callable[[Sequence[torch.Tensor]], bool]) -> Iterator[None]:
+        """Reject calls of ``torch.autograd.Function.apply`` on tensors that `depends` rejects."""
         original = torch.autograd.Function.__dict__["apply"]
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            layer, unit = where()
-            if layer >= 0 and depends(tensors_of((args, kwargs))):
-                raise refused(
-                    layer,
-                    unit,
+            if depends(tensors_of((args, kwargs))):
+                raise self.refused(
                     f"calls the autograd.Function {cls.__name__} between its layers",
                     "call it within a layer",
                 )

@@ -37,7 +37,7 @@ from pipeworker.worker.stage.cut.calls import (
     tensors_of,
 )
 from pipeworker.worker.stage.cut.containers import Held, effects_since, held_by, restore
-from pipeworker.worker.stage.cut.guards import Guards, refused
+from pipeworker.worker.stage.cut.guards import Guards
 from pipeworker.worker.stage.cut.inner_hooks import Heard, hooked_in, tell
 from pipeworker.worker.stage.cut.isolation import Isolation
 from pipeworker.worker.stage.cut.plan import INPUT, CutPlan, Number
@@ -74,14 +74,14 @@ class Planning:
         self._at = 0
         self._storages: dict[int, set[Number]] = {}
         self._changes: list[tuple[int, int, str]] = []
-        self._inside = False
+        self._unit = ""  # that is called, or was called last when the forward has ended
 
     def run(
         self, module: nn.Module, units: Mapping[str, HollowUnit], isolation: Isolation, batch: Any
     ) -> CutPlan:
         """Return the plan of a hollow module, whose units call :meth:`call`, for an input."""
         self._units, self._isolation = units, isolation
-        self._guards = Guards(module, [one.unit for one in units.values()])
+        self._guards = Guards(module, [one.unit for one in units.values()], self._here)
         self._owned = {
             storage_key(parameter): self._parameters[id(parameter)]
             for parameter in module.parameters()
@@ -97,7 +97,7 @@ class Planning:
         level = logger.level
         logger.setLevel(logging.CRITICAL)  # a unit that needs numbers gets them
         try:
-            functions = self._guards.functions(self._between_units, self._depends)
+            functions = self._guards.functions(lambda t: not self._unit and self._depends(t))
             with rng.preserve_generators(), functions, self._mode:
                 out = module(*args, **kwargs)
         except Exception as error:
@@ -115,10 +115,9 @@ class Planning:
             )
         self.plan.counts.append(self._count)
         self._at -= 1
-        last = self._at
+        last, self._unit = self._at, self.plan.units[-1]
         self._use(tensors_of(out))
-        unknown = self._unknown(tensors_of(out))
-        self._guards.check_tensors(last, self.plan.units[last], unknown)
+        self._guards.check_tensors(self._unknown(tensors_of(out)))
         plan = self.plan
         for place, (tensor, before) in enumerate(zip(tensors, versions, strict=True)):
             if version_of(tensor) != before:
@@ -141,10 +140,8 @@ class Planning:
     def _here(self) -> tuple[int, str]:
         """Return the layer that the forward is in, and what messages call it."""
         units = self.plan.units
-        return self._at, f"behind {units[-1]}" if units else "before its first unit"
-
-    def _between_units(self) -> tuple[int, str]:
-        return (-1, "") if self._inside else self._here()
+        between = f"behind {units[-1]}" if units else "before its first unit"
+        return self._at, self._unit or between
 
     def _needs_numbers(self, error: Exception) -> UsageError:
         layer, unit = self._here()
@@ -171,11 +168,11 @@ class Planning:
                 for tensor in tensors:
                     if id(tensor) in self._input:
                         self._everywhere.add(self._input[id(tensor)])
-            self._guards.plain(*self._here(), tensors)
+            self._guards.plain(tensors)
             return out
-        self._guards.check_tensors(*self._here(), self._unknown(tensors))
+        self._guards.check_tensors(self._unknown(tensors))
         parameter = self._parameters.get(id(tensors[0]), "")
-        self._guards.tainted(*self._here(), name, tensors, parameter)
+        self._guards.tainted(name, tensors, parameter)
         if name == "register_hook":
             self._check_hooked(tainted)
         self._use(tensors)
@@ -185,7 +182,7 @@ class Planning:
         changed = kwargs.get("out") if "out" in kwargs else args[0] if is_in_place(name) else None
         if isinstance(changed, torch.Tensor):
             if not any(changed is t for t in tainted):
-                self._guards.filled(*self._here(), changed)
+                self._guards.filled(changed)
                 places = [place for place, t in enumerate(tensors) if t is changed]
                 self.plan.changed[self._count] = places[:1]
                 self._number([changed])
@@ -206,8 +203,7 @@ class Planning:
             or reads_metadata(func)
             or any(map(is_fake, tainted))
         ):
-            raise refused(
-                *self._here(),
+            raise self._guards.refused(
                 "depends on the numbers of a buffer that is saved",
                 "register it with persistent=False, or move the code into a module with parameters",
             )
@@ -236,8 +232,7 @@ class Planning:
         for number in numbers_of(tensors, self._numbers):
             used = self._used.get(number, set())
             if any(self._made[number] < layer < self._at for layer in used):
-                raise refused(
-                    *self._here(),
+                raise self._guards.refused(
                     "registers a hook on a tensor that an earlier layer has used",
                     "register it directly behind the module that makes the tensor",
                 )
@@ -269,8 +264,7 @@ class Planning:
 
     def _note_change(self, tensor: torch.Tensor) -> None:
         if name := self._owned.get(storage_key(tensor)):
-            raise refused(
-                *self._here(),
+            raise self._guards.refused(
                 f"changes the parameter {name!r}, of which each stage that uses it has a copy",
                 "change it in the optimizer's step(), or within the module that it belongs to",
             )
@@ -296,26 +290,25 @@ class Planning:
 
     def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Do the call of a unit, which ends a layer."""
-        if self._inside:  # a module that is a unit, and is called within another one
+        if self._unit:  # a module that is a unit, and is called within another one
             with self._units[name].itself() as unit:
                 return unit(*args, **kwargs)
         with suspended(self._mode):
-            self._inside = True
+            self._unit = name
             try:
                 return self._call(name, args, kwargs)
             finally:
-                self._inside = False
+                self._unit = ""
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self._units[name].unit
-        here = self._at, name
         if any(id(parameter) not in self._parameters for parameter in unit.parameters()):
-            raise refused(*here, "replaces the parameters of a unit", "do it within a unit")
-        self._guards.check_context(*here)
+            raise self._guards.refused("replaces the parameters of a unit", "do it within a unit")
+        self._guards.check_context()
         if any(isinstance(leaf, nn.Module) for leaf in leaves_of((args, kwargs))):
-            raise refused(*here, "calls a unit with a module", "have the unit own the module")
+            raise self._guards.refused("calls a unit with a module", "have the unit own the module")
         given = tensors_of((args, kwargs))
-        self._guards.check_tensors(*here, self._unknown(given))
+        self._guards.check_tensors(self._unknown(given))
         self.trace.add(name, leaves_of((args, kwargs)), self._numbers, self._parameters)
         held = held_by(args, kwargs)
         inside = [*tensors_of((args, kwargs)), *tensors_of([before for _, before in held])]
@@ -350,9 +343,7 @@ class Planning:
         with recording if changed is not None else nullcontext():
             made = unit.call(args, kwargs, held, hooked)
         if changed is not None and recording.trace.calls != expected:
-            raise refused(
-                self._at,
-                name,
+            raise self._guards.refused(
                 f"or another layer sets {changed!r} of {name}, which has an object of its own on "
                 "each stage",
                 "pass the value as an argument",
