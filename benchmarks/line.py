@@ -183,11 +183,11 @@ def through_channel(link: Any, rank: int) -> Way:
     """Return a way that moves messages as stages do, a number of micro-batches a step."""
     import torch
 
+    from pipeworker.host.task_thread import TaskThread
     from pipeworker.worker.transport.channel import Receiver, Sender
-    from pipeworker.worker.transport.send_thread import SendThread
 
     if rank == 0:
-        sender = Sender(link, AHEAD, SendThread())
+        sender = Sender(link, AHEAD, TaskThread("send"))
 
         def send(size: int, count: int) -> None:
             tensor = torch.zeros(size, dtype=torch.uint8)

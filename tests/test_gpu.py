@@ -8,9 +8,9 @@ import signal
 import pytest
 import torch
 
+from pipeworker.host.task_thread import TaskThread
 from pipeworker.worker.device.accelerator import accelerator_for
 from pipeworker.worker.transport.channel import Receiver, Sender
-from pipeworker.worker.transport.send_thread import SendThread
 from support.compare import assert_same, plain_loop
 from support.jobs import Jobs, Record, ended, steps_of, until
 from support.mapped import between_processes
@@ -116,7 +116,7 @@ def test_nccl_between_stages_that_share_a_device_is_an_error(jobs: Jobs) -> None
 def test_a_channel_through_the_host_waits_for_the_device() -> None:
     """It uses streams, events and pinned memory of the device; both ends are in this process."""
     accelerator = accelerator_for(torch.device("cuda", 0))
-    link, send_thread = MemoryLink(), SendThread()
+    link, send_thread = MemoryLink(), TaskThread("send")
     sender = Sender(link, 4, send_thread, accelerator=accelerator)
     receiver = Receiver(link, 4, accelerator=accelerator)
     slow, results = torch.eye(4096, device="cuda"), []

@@ -12,6 +12,7 @@ from pipeworker.facts.connections import Skip
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.facts.position import Phase
 from pipeworker.host import streams
+from pipeworker.host.task_thread import TaskThread
 from pipeworker.job import file as job_file
 from pipeworker.job.file import HOOKS
 from pipeworker.job.hooks import called_with_records, hooks_of
@@ -36,7 +37,6 @@ from pipeworker.worker.step.batch_feed import BatchFeed
 from pipeworker.worker.step.executor import Executor
 from pipeworker.worker.step.wiring import Wiring
 from pipeworker.worker.transport.connect import connect
-from pipeworker.worker.transport.send_thread import SendThread
 from pipeworker.worker.transport.structure import TypeRegistry
 
 
@@ -195,7 +195,7 @@ class ConnectedWorker(PlannedWorker):
             role.placement,
             stages.stages,
             links,
-            SendThread(),
+            TaskThread("send"),
             stages.ties,
             registry,
             role.replica,

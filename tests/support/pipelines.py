@@ -17,6 +17,7 @@ from torch import nn
 from pipeworker.errors import PeerLost
 from pipeworker.facts.connections import Skip
 from pipeworker.host.position import Tracker
+from pipeworker.host.task_thread import TaskThread
 from pipeworker.job.file import JobFile
 from pipeworker.plan import partition, ties
 from pipeworker.plan.check import check as check_schedule
@@ -42,7 +43,6 @@ from pipeworker.worker.step.evaluation import EvaluationPass, Explain, PassFaile
 from pipeworker.worker.step.executor import Executor, StepOutput
 from pipeworker.worker.step.wiring import Wiring
 from pipeworker.worker.transport.links.link import Link
-from pipeworker.worker.transport.send_thread import SendThread
 from pipeworker.worker.update.ties import Ties
 from pipeworker.worker.update.update import Updater
 from support.copies import LateCopies
@@ -211,7 +211,7 @@ class Pipeline:
         own_ties = {index: parts.ties[index] for index in indices if index in parts.ties}
         source = reader if 0 in indices else None
         device = self._devices[rank] if self._devices else None
-        send_thread = SendThread() if device else None
+        send_thread = TaskThread("send") if device else None
         wiring = Wiring(
             placement, stages, links, send_thread, own_ties, replica=replica, accelerator=device
         )

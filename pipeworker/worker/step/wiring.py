@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from pipeworker.host.task_thread import TaskThread
 from pipeworker.plan.actions import Edge, Payload
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.schedule import CHANNEL_CAPACITY, GRADIENTS_AHEAD, is_bounded
@@ -27,7 +28,6 @@ from pipeworker.worker.step.stage_channels import (
 from pipeworker.worker.transport import frame as frames
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.links.link import Link
-from pipeworker.worker.transport.send_thread import SendThread
 from pipeworker.worker.transport.structure import NO_TYPES, TypeRegistry
 from pipeworker.worker.update.ties import Ties
 
@@ -59,7 +59,7 @@ class Wiring:
         placement: Placement,
         stages: Mapping[int, Stage],
         links: Mapping[Edge, Link],
-        send_thread: SendThread | None,
+        send_thread: TaskThread | None,
         ties: Mapping[int, Ties],
         types: TypeRegistry = NO_TYPES,
         replica: int = 0,

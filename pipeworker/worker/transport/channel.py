@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from pipeworker.errors import ProtocolError
+from pipeworker.host.task_thread import TaskThread
 from pipeworker.plan.schedule import CHANNEL_CAPACITY
 from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.transport import frame as frames
@@ -32,7 +33,7 @@ from pipeworker.worker.transport.frame import (
 )
 from pipeworker.worker.transport.layout import pack
 from pipeworker.worker.transport.links.link import COMPLETE, Lane, Link, Pending
-from pipeworker.worker.transport.send_thread import SendTask, SendThread
+from pipeworker.worker.transport.send_thread import SendTask
 from pipeworker.worker.transport.staging import BufferPool, StagingPool
 from pipeworker.worker.transport.structure import NO_TYPES, TypeRegistry
 from pipeworker.worker.transport.unchanged import Unchanged, counted
@@ -78,7 +79,7 @@ class Sender(_End):
         self,
         link: Link,
         capacity: int | None,
-        send_thread: SendThread | None,
+        send_thread: TaskThread | None,
         types: TypeRegistry = NO_TYPES,
         accelerator: Accelerator | None = None,
         source: str = "",
@@ -129,7 +130,7 @@ class Sender(_End):
             if started := self._start(messages):
                 self._keep(started, number, messages)
         else:
-            self._last_task = self._send_thread.submit(lambda: self._start(messages))
+            self._last_task = SendTask(lambda: self._start(messages), self._send_thread)
             self._keep(self._last_task, number, messages)
 
     def _keep(self, sends: SendTask | list[Pending], number: int, messages: Messages) -> None:
@@ -157,7 +158,7 @@ class Sender(_End):
         if self._send_thread is None:
             self._keep(start(), number, messages)
         else:
-            self._last_task = self._send_thread.submit(start)
+            self._last_task = SendTask(start, self._send_thread)
             self._keep(self._last_task, number, messages)
         return []
 

@@ -1,4 +1,4 @@
-"""A thread that performs sends: writing to a socket takes as long as a copy of the tensor."""
+"""Sends on a thread: writing to a socket takes as long as a copy of the tensor."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pipeworker.worker.transport.links.link import Pending
 
 
 class SendTask:
-    """A call that starts sends, and the sends that it started."""
+    """A call that starts sends on a thread, and the sends that it started."""
 
     __slots__ = ("_error", "_issued", "_pending", "_start")
 
-    def __init__(self, start: Callable[[], list[Pending]]) -> None:
+    def __init__(self, start: Callable[[], list[Pending]], thread: TaskThread) -> None:
         self._start = start
         self._issued = threading.Lock()
         self._issued.acquire()
         self._pending: list[Pending] = []
         self._error: Exception | None = None
+        thread.submit(self._run)
 
-    def run(self) -> None:
-        """Start the sends; an exception is raised by :meth:`wait`."""
+    def _run(self) -> None:
         try:
             self._pending = self._start()
         except Exception as error:
@@ -44,20 +44,3 @@ class SendTask:
         for pending in self._pending:
             pending.wait()
         self._pending = []  # the thread keeps the task, but not what it sent
-
-
-class SendThread:
-    """The thread that performs a worker's large sends, in the order of submission."""
-
-    def __init__(self) -> None:
-        self._thread = TaskThread("send")
-
-    def submit(self, start: Callable[[], list[Pending]]) -> SendTask:
-        """Start sends on the thread; return the task to wait for."""
-        task = SendTask(start)
-        self._thread.submit(task.run)
-        return task
-
-    def close(self) -> None:
-        """Perform what was submitted and end the thread."""
-        self._thread.close()

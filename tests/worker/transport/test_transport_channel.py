@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeworker.errors import PeerLost, PipeworkerError
+from pipeworker.host.task_thread import TaskThread
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.frame import MAX_POSTED, MAX_TENSORS
-from pipeworker.worker.transport.send_thread import SendThread
 from support.channels import HEADER, LINKS, Channel
 
 
@@ -278,7 +278,7 @@ def test_every_value_arrives(steps: list[tuple[int, list[Any]]], depth: int) -> 
 
 @pytest.mark.parametrize("capacity", [1, 2, None])
 def test_values_arrive_between_two_threads_with_a_send_thread(capacity: int | None) -> None:
-    send_thread = SendThread()
+    send_thread = TaskThread("send")
     link = Channel.make(10.0)
     sender, receiver = Sender(link, capacity, send_thread), Receiver(link, 2)
     large = 1 << 17  # too large for the calling thread
@@ -373,7 +373,7 @@ def test_all_tensors_of_a_frame_arrive(count: int) -> None:
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_sent_tensors_are_dropped(threaded: bool) -> None:
-    thread = SendThread() if threaded else None
+    thread = TaskThread("send") if threaded else None
     link = Channel.make(10.0)
     sender, receiver = Sender(link, 4, thread), Receiver(link, 2)
     for _ in range(2):

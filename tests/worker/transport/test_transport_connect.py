@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from pipeworker.errors import PeerLost, UsageError
+from pipeworker.host.task_thread import TaskThread
 from pipeworker.plan.actions import Edge, Payload
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.schedule import edges as edges_of
@@ -22,7 +23,6 @@ from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.connect import Endpoint, check_backend, choose, connect
 from pipeworker.worker.transport.links.link import Link
 from pipeworker.worker.transport.network import Network
-from pipeworker.worker.transport.send_thread import SendThread
 from support.device import LateDevice
 from support.jobs import Jobs
 from support.nccl import NcclDevice
@@ -68,7 +68,7 @@ def test_an_interface_that_leads_to_no_other_host_is_an_error() -> None:
 
 def test_values_arrive_over_a_channel(pair: tuple[Link, Link]) -> None:
     source, target = pair
-    thread = SendThread()
+    thread = TaskThread("send")
     sender, receiver = Sender(source, 4, thread), Receiver(target, 4)
 
     def value(step: int, m: int) -> Any:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pipeworker.errors import PeerLost, UsageError
+from pipeworker.host.task_thread import TaskThread
 from pipeworker.plan.actions import Edge, Payload
 from pipeworker.worker.device.nccl import Work
 from pipeworker.worker.internals import Store
@@ -20,7 +21,6 @@ from pipeworker.worker.transport.links.gloo import GroupLink
 from pipeworker.worker.transport.links.link import Link, Pending
 from pipeworker.worker.transport.links.mapped import ReceivingLane, SendingLane
 from pipeworker.worker.transport.links.nccl import NcclLane
-from pipeworker.worker.transport.send_thread import SendThread
 from support.device import EAGER, LateDevice
 from support.jobs import Jobs
 from support.mapped import MappedDevice, between_processes
@@ -49,7 +49,7 @@ class Channel:
 
     def __init__(self, ends: tuple[Link, Link], devices: Sequence[MappedDevice]) -> None:
         self._here, self._there = devices
-        self.sender = Sender(ends[0], None, SendThread(), accelerator=self._here)
+        self.sender = Sender(ends[0], None, TaskThread("send"), accelerator=self._here)
         self.receiver = Receiver(ends[1], 4, accelerator=self._there)
 
     def step(self, values: Sequence[Any], signature: int = 0) -> list[torch.Tensor]:

@@ -9,8 +9,9 @@ from functools import partial
 import pytest
 
 from pipeworker.errors import PeerLost
+from pipeworker.host.task_thread import TaskThread
 from pipeworker.worker.transport.links.link import Pending
-from pipeworker.worker.transport.send_thread import SendTask, SendThread
+from pipeworker.worker.transport.send_thread import SendTask
 
 
 class Step:
@@ -26,35 +27,35 @@ class Step:
 
 
 @pytest.fixture
-def send_thread() -> Iterator[SendThread]:
+def send_thread() -> Iterator[TaskThread]:
     before = {*threading.enumerate()}
-    made = SendThread()
+    made = TaskThread("send")
     yield made
     made.close()
     assert {*threading.enumerate()} <= before
 
 
-def test_tasks_run_in_order_on_one_other_thread(send_thread: SendThread) -> None:
+def test_tasks_run_in_order_on_one_other_thread(send_thread: TaskThread) -> None:
     ran: list[tuple[int, str]] = []
 
     def note(number: int) -> list[Pending]:
         ran.append((number, threading.current_thread().name))
         return []
 
-    tasks = [send_thread.submit(partial(note, n)) for n in range(20)]
+    tasks = [SendTask(partial(note, n), send_thread) for n in range(20)]
     for task in reversed(tasks):
         task.wait()
     assert ran == [(n, "send") for n in range(20)]
 
 
-def test_wait_waits_for_all_started_sends(send_thread: SendThread) -> None:
+def test_wait_waits_for_all_started_sends(send_thread: TaskThread) -> None:
     notes: list[str] = []
-    task = send_thread.submit(lambda: [Step("a", notes), Step("b", notes)])
+    task = SendTask(lambda: [Step("a", notes), Step("b", notes)], send_thread)
     task.wait()
     assert notes == ["waited a", "waited b"]
 
 
-def test_a_task_is_issued_once_it_has_run(send_thread: SendThread) -> None:
+def test_a_task_is_issued_once_it_has_run(send_thread: TaskThread) -> None:
     go, reached = threading.Event(), threading.Event()
 
     def start() -> list[Pending]:
@@ -62,7 +63,7 @@ def test_a_task_is_issued_once_it_has_run(send_thread: SendThread) -> None:
         go.wait()
         return []
 
-    task = send_thread.submit(start)
+    task = SendTask(start, send_thread)
     reached.wait()
     assert not task.issued
     go.set()
@@ -74,30 +75,30 @@ def _raise(error: Exception) -> list[Pending]:
     raise error
 
 
-def test_wait_raises_the_error_of_a_task(send_thread: SendThread) -> None:
-    failed = send_thread.submit(lambda: _raise(PeerLost("gone")))
-    fine = send_thread.submit(list)
+def test_wait_raises_the_error_of_a_task(send_thread: TaskThread) -> None:
+    failed = SendTask(lambda: _raise(PeerLost("gone")), send_thread)
+    fine = SendTask(list, send_thread)
     fine.wait()  # the thread still runs
     for _ in range(2):
         with pytest.raises(PeerLost, match="gone"):
             failed.wait()
 
 
-def test_wait_raises_the_error_of_a_started_send(send_thread: SendThread) -> None:
-    task = send_thread.submit(lambda: [Step("a", [], PeerLost("closed"))])
+def test_wait_raises_the_error_of_a_started_send(send_thread: TaskThread) -> None:
+    task = SendTask(lambda: [Step("a", [], PeerLost("closed"))], send_thread)
     with pytest.raises(PeerLost, match="closed"):
         task.wait()
 
 
 def test_close_performs_submitted_tasks() -> None:
-    send_thread = SendThread()
+    send_thread = TaskThread("send")
     ran: list[int] = []
 
     def slow(number: int) -> list[Pending]:
         ran.append(number)
         return []
 
-    tasks: list[SendTask] = [send_thread.submit(partial(slow, n)) for n in range(50)]
+    tasks = [SendTask(partial(slow, n), send_thread) for n in range(50)]
     send_thread.close()
     assert ran == list(range(50))
     assert all(task.issued for task in tasks)

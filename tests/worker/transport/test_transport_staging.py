@@ -15,10 +15,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from pipeworker.host.task_thread import TaskThread
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.layout import ALIGNMENT, Layout, layout_of
 from pipeworker.worker.transport.links.link import Pending
-from pipeworker.worker.transport.send_thread import SendThread
+from pipeworker.worker.transport.send_thread import SendTask
 from pipeworker.worker.transport.staging import BufferPool
 from support.device import EAGER, ORDERS, LateDevice
 from support.draws import draws
@@ -38,8 +39,8 @@ def nested(tensor: torch.Tensor) -> Any:
 
 
 @contextmanager
-def send_thread() -> Iterator[SendThread]:
-    made = SendThread()
+def send_thread() -> Iterator[TaskThread]:
+    made = TaskThread("send")
     try:
         yield made
     finally:
@@ -65,7 +66,7 @@ def sent_and_received(device: LateDevice, make: Make, steps: int = 3) -> list[tu
             sender.begin(0)
             receiver.begin(0, range(MICROBATCHES))
             late = threading.Event()
-            thread.submit(partial(wait_for, late))
+            SendTask(partial(wait_for, late), thread)
             for m in range(MICROBATCHES):
                 with device.active():
                     sender.send(m, make(weight * (1.0 + m) + step))
