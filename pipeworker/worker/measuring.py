@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -150,10 +151,7 @@ class _Bench:
         self._divide_time(len(kinds))
         for kind in kinds:
             self._tracker.set(Phase.MEASURING, layer=min(kind.layer, len(self._model.entries) - 1))
-            try:
-                self.found[kind.digest] = self._facts(kind, names)
-            except Exception as error:
-                self._failed(kind, error)
+            self._note(kind, partial(self._facts, kind, names))
 
     def run_in_order(self) -> Outline | None:
         """Run the network on its real input, and measure its kinds; return its outline."""
@@ -171,11 +169,8 @@ class _Bench:
             return None
         self._divide_time(1)
         loss, tensors = outline.kinds[outline.loss], distinct_tensors(drawing.last)
-        try:
-            facts = self._loss_facts(drawing.last, [tensor.requires_grad for tensor in tensors])
-            self.found[loss.digest] = facts
-        except Exception as error:
-            self._failed(loss, error)
+        wants_grad = [tensor.requires_grad for tensor in tensors]
+        self._note(loss, partial(self._loss_facts, drawing.last, wants_grad))
         return outline
 
     def _divide_time(self, count: int) -> None:
@@ -184,11 +179,7 @@ class _Bench:
         self._settings = replace(self._settings, budget=budget)
 
     def _examine(self, kind: LayerKind, layer: nn.Module, call: LayerCall) -> LayerKind:
-        try:
-            facts = measure_layer(lambda: layer, call, self._settings, self._watch)
-            self.found[kind.digest] = facts
-        except Exception as error:
-            self._failed(kind, error)
+        self._note(kind, lambda: measure_layer(lambda: layer, call, self._settings, self._watch))
         return kind
 
     def _facts(self, kind: LayerKind, names: Sequence[str]) -> LayerFacts:
@@ -227,12 +218,16 @@ class _Bench:
         role = self._loaded.role
         return distinct_tensors(self._input()) if role.rank == role.placement.rank_of(0) else []
 
-    def _failed(self, kind: LayerKind, error: Exception) -> None:
-        self.problem = blame.problem(error)
-        if not isinstance(error, blame.UserCodeError):
-            is_loss = kind.layer == len(self._model.entries)
-            self.problem = f"{'loss()' if is_loss else f'layer {kind.layer}'}: {self.problem}"
-        log.info("cannot be measured: %s", self.problem)
+    def _note(self, kind: LayerKind, facts: Callable[[], LayerFacts]) -> None:
+        """Note the facts of a kind, or else why it has none."""
+        try:
+            self.found[kind.digest] = facts()
+        except Exception as error:
+            self.problem = blame.problem(error)
+            if not isinstance(error, blame.UserCodeError):
+                is_loss = kind.layer == len(self._model.entries)
+                self.problem = f"{'loss()' if is_loss else f'layer {kind.layer}'}: {self.problem}"
+            log.info("cannot be measured: %s", self.problem)
 
 
 def _reference(device: torch.device, watch: Stopwatch) -> float:
