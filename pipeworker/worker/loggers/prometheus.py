@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -63,7 +64,7 @@ class Prometheus:
             "Floating-point operations of the model, forward and backward, without recomputation.",
             registry=registry,
         )
-        self._run_dir, self._each = record.run_dir, -1.0
+        self._run_dir = record.run_dir
         self._evaluation = Gauge(
             "pipeworker_evaluation",
             "A figure of the last evaluation.",
@@ -85,16 +86,15 @@ class Prometheus:
             gauge.set(_number(row.get(name)))
         for name, counter in self._counters.items():
             counter.inc(_number(row.get(name), 0.0))
-        self._flops.inc(self._flops_per_sample() * _number(row.get("samples"), 0.0))
+        self._flops.inc(self._flops_per_sample * _number(row.get("samples"), 0.0))
 
+    @cached_property
     def _flops_per_sample(self) -> float:
-        """Return the operations of a sample, which the plan has; 0 if it does not."""
-        if self._each < 0:  # the plan is there before the first row
-            self._each = 0.0
-            with suppress(OSError, PipeworkerError):
-                facts = PlanFile.read(self._run_dir).facts
-                self._each = facts.flops_per_sample if facts else 0.0
-        return self._each
+        """The operations of a sample, by the plan, which is there before the first row; or 0."""
+        with suppress(OSError, PipeworkerError):
+            facts = PlanFile.read(self._run_dir).facts
+            return facts.flops_per_sample if facts else 0.0
+        return 0.0
 
     def on_evaluation(self, row: Row) -> None:
         for name, value in row.items():

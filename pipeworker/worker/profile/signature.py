@@ -143,15 +143,10 @@ class ValueSignature(msgspec.Struct, frozen=True, array_like=True):
         if structures.count_leaves(self.structure, types) != len(self.leaves):
             raise ProtocolError("a structure with another number of leaves")
         tensors = [signature.make(device, known) for signature in self.tensors]
-        made = []
         for leaf in self.leaves:
-            if isinstance(leaf, int):
-                if not 0 <= leaf < len(tensors):
-                    raise ProtocolError(f"tensor {leaf} of {len(tensors)}")
-                made.append(tensors[leaf])
-            else:
-                made.append(structures.decode(leaf, types))
-        return structures.unflatten(self.structure, iter(made), types)
+            if type(leaf) is int and not 0 <= leaf < len(tensors):
+                raise ProtocolError(f"tensor {leaf} of {len(tensors)}")
+        return frames.assemble(frames.Frame(self.structure, self.leaves, ()), tensors, types)
 
     @property
     def wants_grad(self) -> tuple[bool, ...]:

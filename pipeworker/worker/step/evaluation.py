@@ -254,7 +254,7 @@ class EvaluationPass:
                 modes.enter_context(eval_mode(layers))
             except Exception as error:
                 self._keep(error)
-            self._run_all(step, inputs)
+            self._run_all(inputs)
         self._tracker.wait(step)
         self._wiring.flush()
         self._wiring.clear()
@@ -270,7 +270,7 @@ class EvaluationPass:
         self._complete = False
         self._failed = self._failed or PassFailed(error, self._explain(error))
 
-    def _run_all(self, step: int, inputs: Iterator[tuple[Any, Any]]) -> None:
+    def _run_all(self, inputs: Iterator[tuple[Any, Any]]) -> None:
         """Run all micro-batches, each stage as far behind the first one as its lag."""
         lanes = list(zip(self._lags, self._stages.values(), self._programs, strict=True))
         under_way: dict[int, _Passage] = {}
@@ -284,7 +284,7 @@ class EvaluationPass:
                 if m not in under_way:
                     continue
                 passage = under_way[m]
-                self._run_stage(channels, program, m, passage, step)
+                self._run_stage(channels, program, m, passage)
                 channels.microbatches.pop(m)
                 if end is None and passage.ended:
                     end = m
@@ -305,7 +305,7 @@ class EvaluationPass:
         return _Passage(ended=not first.value)
 
     def _run_stage(
-        self, channels: StageChannels, program: _Program, m: int, passage: _Passage, step: int
+        self, channels: StageChannels, program: _Program, m: int, passage: _Passage
     ) -> None:
         """Run the actions of one stage for micro-batch `m`."""
         mb = channels.microbatches[m]
@@ -319,7 +319,7 @@ class EvaluationPass:
                 if failed:
                     self._relay(kind, edge, mb, ended=passage.ended)
                 elif edge is None:
-                    self._forward(channels, mb, step)
+                    self._forward(channels, mb)
                 else:
                     self._wiring.handlers[edge](m)
             except Exception as error:
@@ -356,14 +356,14 @@ class EvaluationPass:
         if kind is Kind.RECEIVE_ACTIVATION and value == []:
             mb.value = value
 
-    def _forward(self, channels: StageChannels, mb: MicroBatch, step: int) -> None:
+    def _forward(self, channels: StageChannels, mb: MicroBatch) -> None:
         (mb.value,) = mb.value
         output = channels.stage.evaluate(mb, self._phase)
         mb.outgoing = [mb.outgoing]
         for transfer in channels.after_forward:
             transfer(mb)
         if channels is self._last:
-            self._tracker.set(self._phase, step, mb.number)
+            self._tracker.set(self._phase, channels.step, mb.number)
             samples, target, name = mb.target
             self._sink(output, self._to_device(target), samples, name)
 
