@@ -30,7 +30,7 @@ from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.local_stages import LocalStages
 from pipeworker.worker.measuring import machine_of, outline_of, surroundings_of
 from pipeworker.worker.model import survey
-from pipeworker.worker.model.model import Model
+from pipeworker.worker.model.model import Model, shared_buffers
 from pipeworker.worker.state.snapshot_writer import Position
 from pipeworker.worker.state.state import State
 from pipeworker.worker.step.batch_feed import BatchFeed
@@ -111,7 +111,7 @@ class ModelledWorker:
             outline,
             machine_of(loaded.device, model.entries) if options.is_planned else None,
             model.frozen(),
-            model.shared_buffers(),
+            shared_buffers(model.entries),
             problem,
         )
 

@@ -213,10 +213,6 @@ class Model:
             if isinstance(entry, nn.Module) and not any(p.requires_grad for p in entry.parameters())
         )
 
-    def shared_buffers(self) -> tuple[SharedBuffer, ...]:
-        """Return the buffers that are in several layers."""
-        return shared_buffers(self.entries)
-
     def notes(self) -> tuple[str, ...]:
         """Return notes on what may be a mistake, each a sentence."""
         found = [eval_mode_note(self.entries)]

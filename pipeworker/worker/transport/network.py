@@ -24,10 +24,11 @@ class CoordinatorStore(Store):
     Until `deadline` (monotonic) it waits for a key; then it raises TimeoutError.
     """
 
-    def __init__(self, call: StoreCall, deadline: float = math.inf) -> None:
+    deadline = math.inf
+
+    def __init__(self, call: StoreCall) -> None:
         super().__init__()
         self._call = call
-        self.deadline = deadline
 
     def set(self, key: str, value: str | bytes) -> None:
         new = value.encode() if isinstance(value, str) else bytes(value)

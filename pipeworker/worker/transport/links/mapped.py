@@ -155,9 +155,6 @@ class SendingLane(PostedSender):
         self._posts: dict[int, deque[tuple[_MappedBuffer, int, int]]] = {}  # offset, bytes
         self._computed: deque[Event] = deque()
 
-    def allocate(self, count: int) -> torch.Tensor:
-        return self._accelerator.empty(count)
-
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
         """Submit a copy that waits for the current stream; complete once it is submitted."""
         accelerator = self._accelerator
