@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 import torch
@@ -53,6 +53,9 @@ from pipeworker.worker.stage.skips import pop, stash
 from pipeworker.worker.stage.values import replace_tensors
 from pipeworker.worker.transport.structure import TypeRegistry, decode, flatten, unflatten
 
+if TYPE_CHECKING:
+    from pipeworker.worker.stage.cut.part import Part
+
 StandIns = dict[Any, Any]
 """Stand-ins for what units return, by layer and description; for what calls make, by those."""
 _MOST_KNOWN = 64
@@ -72,8 +75,8 @@ class Forward:
         types: the classes that may occur in its values.
         parameters: the names of the hollow module's parameters, by id.
         device: where stand-ins seem to be.
+        parts: the layers, which have the units, and the parameters that are used outside of them.
         calls: what is called in place of each unit.
-        outside: returns the parameter that a layer uses outside of units, by layer and name.
         known: stand-ins of earlier runs, which are used again.
         enter: called as each layer begins.
         leave: called as each layer ends, with what its unit returned.
@@ -86,18 +89,17 @@ class Forward:
         parameters: dict[int, str],
         device: torch.device,
         first: int,
-        units: Sequence[torch.nn.Module],
+        parts: Sequence[Part],
         calls: Sequence[Callable[..., Any]],
-        outside: Callable[[int, str], torch.Tensor],
         known: StandIns,
         enter: Enter | None = None,
         leave: Callable[[int, Any], None] | None = None,
     ) -> None:
         self._plan, self._types, self._parameters, self._device = plan, types, parameters, device
         self.first, self.stop = first, first + len(calls)
-        self._calls, self._outside, self._enter, self._leave = calls, outside, enter, leave
-        self._units, self._known = units, known
-        self._has_fake_weights = any(is_fake(p) for unit in units for p in unit.parameters())
+        self._calls, self._enter, self._leave = calls, enter, leave
+        self._parts, self._known = parts, known
+        self._has_fake_weights = any(is_fake(p) for one in parts for p in one.unit.parameters())
         self._mode = Counting(self.operation)
         self._layer = 0  # whose unit is called next
         self._count = 0
@@ -263,7 +265,7 @@ class Forward:
                 layer, name = min(self._layer, len(self._plan) - 1), self._parameters[key]
                 if layer not in self._plan.parameters.get(name, ()):
                     raise self._elsewhere(f"it uses {name}, and did not then")
-                replaced[key] = self._outside(layer, name)
+                replaced[key] = self._parts[layer - self.first].parameter(name)
         return replaced
 
     def _number(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -348,7 +350,7 @@ class Forward:
         held = held_by(args, kwargs)
         call, hooked = self._calls[layer - self.first], self._plan.hooked[layer]
         if hooked:
-            with listening(self._units[layer - self.first], sorted({*hooked})) as heard:
+            with listening(self._parts[layer - self.first].unit, sorted({*hooked})) as heard:
                 out = call(*args, **kwargs)
         else:
             out, heard = call(*args, **kwargs), []

@@ -77,7 +77,6 @@ class Cut:
             leave: called as each layer ends, with what its unit returned.
         """
         self._set_mode(is_training=parts[0].training)
-        first = parts[0].index
         outer, self._run = (
             self._run,
             Forward(
@@ -85,10 +84,9 @@ class Cut:
                 self.types,
                 self._parameters,
                 self._device,
-                first,
-                [part.unit for part in parts],
+                parts[0].index,
+                parts,
                 calls,
-                lambda layer, name: parts[layer - first].parameter(name),
                 self._stand_ins,
                 enter,
                 leave,
@@ -165,13 +163,11 @@ def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
         )
     elsewhere = ("a unit", "where the unit ran on another stage,")
     again = ("an earlier forward", "in a second run")
-    calls, described = planning.trace.calls, planning.described
     for one, own, cause, before in (
         (fresh, _intercept(fresh, id), elsewhere, None),
         (copied, units, again, isolation),
     ):
-        names = _names_of(one)
-        rehearsal = Rehearsal(plan, types, names, calls, described, cause, own, before)
+        rehearsal = Rehearsal(planning, _names_of(one), cause, own, before)
         for name, unit in own.items():
             unit.redirect(partial(rehearsal.call, name))
         rehearsal.rehearse(one, _copy(batch))

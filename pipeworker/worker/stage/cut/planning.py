@@ -53,6 +53,7 @@ class Planning:
     """A run that makes a plan; its arguments are as in :class:`Forward`.
 
     Attributes:
+        plan: the plan.
         trace: the calls that depend on parameters.
         described: by layer, descriptions of what its unit returned.
     """
@@ -61,7 +62,7 @@ class Planning:
         self.plan, self.trace = CutPlan(), Trace()
         self.described: list[tuple[Any, ...]] = []
         self._mode = Counting(self.operation)
-        self._types, self._parameters = types, parameters
+        self.types, self._parameters = types, parameters
         self._numbers: dict[int, Number] = {}
         self._kept: list[Any] = []
         self._made: dict[Number, int] = {}
@@ -87,7 +88,7 @@ class Planning:
             for parameter in module.parameters()
             if id(parameter) in self._parameters
         }
-        leaves, _ = flatten(batch, self._types)
+        leaves, _ = flatten(batch, self.types)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._input = {id(tensor): place for place, tensor in enumerate(tensors)}
         self._kept.append(tensors)
@@ -319,7 +320,7 @@ class Planning:
             if version_of(tensor) != before[id(tensor)]:
                 self._note_change(tensor)
         whole = out, effects_since(held), [value for _, value in heard]
-        leaves, structure = flatten(whole, self._types)
+        leaves, structure = flatten(whole, self.types)
         self.described.append(descriptions(leaves, name))
         self.plan.units.append(name)
         self.plan.classes.append(type(unit).__name__)

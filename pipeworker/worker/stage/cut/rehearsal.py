@@ -20,11 +20,10 @@ from pipeworker.worker.stage.cut.calls import leaves_of, line_of_error, name_of,
 from pipeworker.worker.stage.cut.forward import Forward
 from pipeworker.worker.stage.cut.guards import refused
 from pipeworker.worker.stage.cut.isolation import Isolation
-from pipeworker.worker.stage.cut.plan import CutPlan
+from pipeworker.worker.stage.cut.planning import Planning
 from pipeworker.worker.stage.cut.shapes import HollowUnit
-from pipeworker.worker.stage.cut.trace import Call, Trace
+from pipeworker.worker.stage.cut.trace import Trace
 from pipeworker.worker.stage.cut.units import CPU
-from pipeworker.worker.transport.structure import TypeRegistry
 
 _REMEDY = "have units return what they compute, and pass what they need as arguments"
 
@@ -33,8 +32,7 @@ class Rehearsal(Forward):
     """One run of a hollow module's forward, which raises where it differs from an earlier one.
 
     Args:
-        calls: the calls of the earlier run.
-        described: by layer, descriptions of what its unit returned.
+        planning: the earlier run.
         cause: for the message, the code that leaves what differs, and when it differs.
         units: the units of the module by name.
         isolation: of the earlier run of the same module; None if this is another copy of it.
@@ -42,21 +40,16 @@ class Rehearsal(Forward):
 
     def __init__(
         self,
-        plan: CutPlan,
-        types: TypeRegistry,
+        planning: Planning,
         parameters: dict[int, str],
-        calls: Sequence[Call],
-        described: Sequence[tuple[Any, ...]],
         cause: tuple[str, str],
         units: Mapping[str, HollowUnit],
         isolation: Isolation | None = None,
     ) -> None:
-        def outside(layer: int, name: str) -> torch.Tensor:
-            raise AssertionError(f"{name} of layer {layer}: no parameter is real in a rehearsal")
-
-        super().__init__(plan, types, parameters, CPU, len(plan) + 1, (), (), outside, {})
-        self._described = [*described]
-        self._expected, self._trace, self._cause = calls, Trace(), cause
+        plan = planning.plan
+        super().__init__(plan, planning.types, parameters, CPU, len(plan) + 1, (), (), {})
+        self._described = [*planning.described]
+        self._expected, self._trace, self._cause = planning.trace.calls, Trace(), cause
         self._hollow, self._isolation, self._inside = units, isolation, False
 
     def rehearse(self, module: nn.Module, batch: Any) -> None:
