@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,6 @@ import torch
 
 from pipeworker.errors import PipeworkerError, SnapshotLost
 from pipeworker.facts.position import Phase
-from pipeworker.plan.placement import Placement
 from pipeworker.record.checkpoint.checkpoint import Checkpoint
 from pipeworker.record.checkpoint.manifest import WorkerFiles
 from pipeworker.record.checkpoint.restore import check_fits, restore, restored_position
@@ -26,6 +25,7 @@ from pipeworker.worker.blame import user_code
 from pipeworker.worker.internals import loads_itself
 from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.local_stages import LocalStages
+from pipeworker.worker.settings import Role
 from pipeworker.worker.state.buffers import BufferGuard, PassGuard
 from pipeworker.worker.state.snapshot_writer import Position, SnapshotWriter
 from pipeworker.worker.step.reduction import Files, Reduction
@@ -46,25 +46,18 @@ def readable(files: Files) -> Iterator[WorkerFiles]:
         yield WorkerFiles(*memory.paths)
 
 
-def needed_ranks(
-    restore: Restore,
-    plan: Plan,
-    placement: Placement,
-    rank: int,
-    stages: Collection[int],
-    *,
-    sharded: bool,
-) -> list[int]:
+def needed_ranks(restore: Restore, plan: Plan, role: Role) -> list[int]:
     """Return the ranks of one replica whose snapshots hold what a worker needs.
 
     With as many workers as before, a worker needs its own snapshot and those of the first places of
     its tied weights, which hold their optimizer state. Otherwise it needs those of all ranks; so it
     does if the optimizer's state is sharded, because the ranks are then those of all replicas.
     """
-    if sharded or restore.ranks != placement.workers:
+    placement = role.placement
+    if role.options.shard_optimizer or restore.ranks != placement.workers:
         return list(range(restore.ranks))
-    firsts = {tie.stages[0] for tie in plan.ties if {*tie.stages} & {*stages}}
-    return sorted({placement.worker_of(rank), *map(placement.rank_of, firsts)})
+    firsts = {tie.stages[0] for tie in plan.ties if {*tie.stages} & {*role.stages}}
+    return sorted({placement.worker_of(role.rank), *map(placement.rank_of, firsts)})
 
 
 class MemorySnapshots:
@@ -188,13 +181,10 @@ class State:
         role = self._role
         self._tracker.set(Phase.RESTORING)
         if source.path:
-            files = Checkpoint(
-                Path(located(self._loaded.run_dir.checkpoints.at(source.step)))
-            ).worker_files()
+            folder = self._loaded.run_dir.checkpoints.at(source.step)
+            files = Checkpoint(Path(located(folder))).worker_files()
         else:
-            sharded = role.options.shard_optimizer
-            held = self._stages.stages
-            ranks = needed_ranks(source, plan, role.placement, role.rank, held, sharded=sharded)
+            ranks = needed_ranks(source, plan, role)
             files = self.snapshots.find(source, ranks, local=role.options.redundant)
         if files:
             self.restore(files)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from pipeworker.job.options import Options
 from pipeworker.plan.placement import Placement
 from pipeworker.wire.messages.checkpoint import Restore
 from pipeworker.wire.messages.plan import Plan
+from pipeworker.worker.settings import Role
 from pipeworker.worker.state.state import needed_ranks
 
 PLAN = Plan((), (), (), (), "", ())
@@ -21,4 +23,5 @@ def test_a_worker_of_two_needs_the_snapshots_that_hold_its_state(
     """Two shards may be of one worker in each of two replicas: neither has one stage alone."""
     placement = Placement.looped(2, 1).copies(2)
     restore = Restore(8, slot=0, ranks=before)
-    assert needed_ranks(restore, PLAN, placement, 3, (1,), sharded=sharded) == needed
+    options = Options("job.py", stages=2, microbatches=2, replicas=2, shard_optimizer=sharded)
+    assert needed_ranks(restore, PLAN, Role(3, placement, options)) == needed

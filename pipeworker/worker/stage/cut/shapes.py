@@ -73,57 +73,51 @@ class HollowUnit:
                 for now, before in attributes:  # a tensor in one, which has a graph, has no copy
                     now.clear()
                     now.update(before)
-            return _call_with_numbers(unit, self._hooks, args, kwargs, held, hooked)
+            return self._call_with_numbers(args, kwargs, held, hooked)
 
+    def _call_with_numbers(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: Held, hooked: list[str]
+    ) -> tuple[Any, Heard]:
+        known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-def _call_with_numbers(
-    unit: nn.Module,
-    hooks: Hooks,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    held: Held,
-    hooked: list[str],
-) -> tuple[Any, Heard]:
-    known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        def real(tensor: torch.Tensor) -> torch.Tensor:
+            if not is_fake(tensor):
+                made[id(tensor)] = tensor, tensor
+                return tensor
+            if id(tensor) not in known:
+                known[id(tensor)] = tensor, _numbers_like(tensor)
+            return known[id(tensor)][1]
 
-    def real(tensor: torch.Tensor) -> torch.Tensor:
-        if not is_fake(tensor):
-            made[id(tensor)] = tensor, tensor
-            return tensor
-        if id(tensor) not in known:
-            known[id(tensor)] = tensor, _numbers_like(tensor)
-        return known[id(tensor)][1]
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            for stands, number in known.values():
+                if number is tensor:
+                    return stands
+            if is_fake(tensor):
+                return tensor
+            if id(tensor) not in made:
+                shape, wants = tuple(tensor.shape), tensor.requires_grad
+                stands = stand_in(shape, tensor.dtype, tensor.device, wants_grad=wants)
+                made[id(tensor)] = tensor, stands
+            return made[id(tensor)][1]
 
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        for stands, number in known.values():
-            if number is tensor:
-                return stands
-        if is_fake(tensor):
-            return tensor
-        if id(tensor) not in made:
-            shape, wants = tuple(tensor.shape), tensor.requires_grad
-            stands = stand_in(shape, tensor.dtype, tensor.device, wants_grad=wants)
-            made[id(tensor)] = tensor, stands
-        return made[id(tensor)][1]
-
-    copied = _with_numbers(unit, hooks)
-    for one, before in held:
-        if not isinstance(one, list):
-            for key, value in before.items():
-                one[key] = pytree.tree_map_only(torch.Tensor, real, value)
-    args, kwargs = pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
-    with without_fake_modes(), listening(copied, hooked) as heard:
-        out = copied(*args, **kwargs)
-    for one, _ in held:
-        for key in range(len(one)) if isinstance(one, list) else list(one.keys()):
-            one[key] = pytree.tree_map_only(torch.Tensor, fake, one[key])
-    for own, other in zip(unit.modules(), copied.modules(), strict=True):
-        for key, value in vars(other).items():
-            if vars(own).get(key) is None and value is not None:  # the copy has set it
-                setattr(own, key, pytree.tree_map_only(torch.Tensor, fake, value))
-    told = [(name, pytree.tree_map_only(torch.Tensor, fake, value)) for name, value in heard]
-    return pytree.tree_map_only(torch.Tensor, fake, out), told
+        copied = _with_numbers(self.unit, self._hooks)
+        for one, before in held:
+            if not isinstance(one, list):
+                for key, value in before.items():
+                    one[key] = pytree.tree_map_only(torch.Tensor, real, value)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
+        with without_fake_modes(), listening(copied, hooked) as heard:
+            out = copied(*args, **kwargs)
+        for one, _ in held:
+            for key in range(len(one)) if isinstance(one, list) else list(one.keys()):
+                one[key] = pytree.tree_map_only(torch.Tensor, fake, one[key])
+        for own, other in zip(self.unit.modules(), copied.modules(), strict=True):
+            for key, value in vars(other).items():
+                if vars(own).get(key) is None and value is not None:  # the copy has set it
+                    setattr(own, key, pytree.tree_map_only(torch.Tensor, fake, value))
+        told = [(name, pytree.tree_map_only(torch.Tensor, fake, value)) for name, value in heard]
+        return pytree.tree_map_only(torch.Tensor, fake, out), told
 
 
 def _with_numbers(unit: nn.Module, hooks: Hooks) -> nn.Module:
