@@ -160,6 +160,9 @@ class Epoch:
                 self._began |= generator_states(more)
                 found |= more
             self._all_generators = found
+            # Without a reference to this object: a cycle would keep the loader's processes alive.
+            self._states = partial(_states, found, stream)
+            self._continue_from = partial(_restore, found, stream)
             self._loader_generators = found if loader else {}
             if "source" in position:
                 self._load(position["source"])
@@ -203,10 +206,7 @@ class Epoch:
     def _iterate(self, source: Any, position: Mapping[str, Any]) -> Iterator[Any]:
         read = position.get("read", 0) if self._by_number else 0
         if self._by_number and isinstance(source, DataLoader):
-            # Without a reference to this object: a cycle would keep the loader's processes alive.
-            watch = partial(_states, self._all_generators, self._stream)
-            restore = partial(_restore, self._all_generators, self._stream)
-            self._loader = AdvancedLoader(source, position, watch, restore)
+            self._loader = AdvancedLoader(source, position, self._states, self._continue_from)
             self.count = self._loader.skipped
             return self._loader.iterator
         if hasattr(source, "__iter__"):
@@ -239,12 +239,6 @@ class Epoch:
         self._recent = deque([_states_of(position["previous"])], maxlen=3)
         same = self.next_batch() is not END and equal_states(self._states(), _states_of(position))
         self.reached = same and not getattr(self._source, "num_workers", 0)
-
-    def _states(self) -> dict[str, Any]:
-        return _states(self._all_generators, self._stream)
-
-    def _continue_from(self, states: Mapping[str, Any]) -> None:
-        _restore(self._all_generators, self._stream, states)
 
     @property
     def length(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,8 +42,7 @@ def compiled(layers: Sequence[nn.Module], backend: str | Backend) -> list[Callab
     return [partial(_call, torch.compile(one, backend=backend, dynamic=False)) for one in layers]
 
 
-@contextmanager
-def reporting_compilation(tracker: Tracker) -> Iterator[None]:
+def reporting_compilation(tracker: Tracker) -> AbstractContextManager[None]:
     """Report compilation, which may take minutes, as the worker's phase inside the context."""
     at: Position | None = None
 
@@ -59,8 +58,7 @@ def reporting_compilation(tracker: Tracker) -> Iterator[None]:
             tracker.set(at.phase, at.step, at.microbatch, at.layer)
             at = None
 
-    with calling_around_compilations(start, end):
-        yield
+    return calling_around_compilations(start, end)
 
 
 _thread = threading.local()
