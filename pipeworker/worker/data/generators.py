@@ -194,8 +194,7 @@ def _restore_state(generator: Any, state: Any) -> None:
 def restore_stream(stream: rng.Stream, states: Any) -> None:
     """Restore the states of the stream, which is active."""
     with rejecting_faults("the stream"):
-        if states[2] is not None:
-            _checked_state(states[2])
+        _checked_state(states[2])
         stream.continue_from(states)
 
 

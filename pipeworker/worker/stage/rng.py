@@ -2,20 +2,20 @@
 
 Every number that a layer draws in forward comes from a stream seeded by (seed, step, micro-batch,
 layer); the data is read under a stream of its own. Seeding covers torch's generators (CPU and the
-worker's accelerator), Python's ``random``, and NumPy's legacy generator if NumPy is imported.
+worker's accelerator), Python's ``random``, and NumPy's legacy generator.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from struct import Struct
 from types import SimpleNamespace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 _PATH = Struct("<6q")
@@ -65,9 +65,7 @@ def seed_all(seed: int, accelerator: Generator | None = None) -> None:
     if accelerator is not None:
         accelerator.manual_seed(seed)
     random.seed(seed)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed & 0xFFFFFFFF)
+    np.random.seed(seed & 0xFFFFFFFF)
 
 
 def accelerator_generator(device: torch.device) -> Generator | None:
@@ -137,7 +135,7 @@ def _generator_in_use() -> Generator | None:
 
 
 States = tuple[Any, Any, Any, Any]
-"""The states of torch's CPU generator, Python's, NumPy's and an accelerator's; None without one."""
+"""The states of torch's CPU generator, Python's, NumPy's and an accelerator's, if there is one."""
 
 
 class Stream:
@@ -153,11 +151,10 @@ class Stream:
 
     def states(self) -> States:
         """Return the states that determine the next numbers, inside :meth:`active` only."""
-        numpy: Any = sys.modules.get("numpy")
         return (
             torch.default_generator.get_state(),
             random.getstate(),
-            numpy.random.get_state(legacy=False) if numpy is not None else None,
+            np.random.get_state(legacy=False),
             self._accelerator.get_state() if self._accelerator is not None else None,
         )
 
@@ -166,9 +163,7 @@ class Stream:
         torch_state, python_state, numpy_state, accelerator_state = states
         torch.default_generator.set_state(torch_state)
         random.setstate(python_state)
-        numpy: Any = sys.modules.get("numpy")
-        if numpy is not None and numpy_state is not None:
-            numpy.random.set_state(numpy_state)
+        np.random.set_state(numpy_state)
         if self._accelerator is not None and accelerator_state is not None:
             self._accelerator.set_state(accelerator_state)
 
