@@ -298,6 +298,13 @@ def view_of(tensor: torch.Tensor) -> torch.Tensor:
     return view
 
 
+def allocator_snapshot(device: torch.device) -> Any:
+    """Return what a device's allocator holds, or None if it does not tell."""
+    memory = getattr(torch.get_device_module(device.type), "memory", None)
+    snapshot = getattr(memory, "_snapshot", None)
+    return None if snapshot is None else snapshot()
+
+
 def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     """Make a parameter's hooks run for the tensor that replaces it."""
     target._backward_hooks = source._backward_hooks

@@ -16,7 +16,7 @@ import torch
 
 from pipeworker.errors import UsageError
 from pipeworker.record.files.atomic_file import write_bytes
-from pipeworker.worker.internals import pytree
+from pipeworker.worker.internals import allocator_snapshot, pytree
 
 _STATM, _PAGE = "/proc/self/statm", resource.getpagesize()
 
@@ -106,11 +106,10 @@ def write_allocator_snapshot(device: torch.device, path: Path) -> bool:
     Raises:
         OSError: the file cannot be written.
     """
-    memory = getattr(torch.get_device_module(device.type), "memory", None)
-    snapshot = getattr(memory, "_snapshot", None)
+    snapshot = allocator_snapshot(device)
     if snapshot is None:
         return False
-    write_bytes(path, pickle.dumps(snapshot()))
+    write_bytes(path, pickle.dumps(snapshot))
     return True
 
 
