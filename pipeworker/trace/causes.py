@@ -99,7 +99,7 @@ class MiniBatch:
         return max(command.suspended for command in self.commands)
 
 
-def mini_batches(lives: Sequence[WorkerLife]) -> Iterator[MiniBatch]:
+def mini_batches(lives: Iterable[WorkerLife]) -> Iterator[MiniBatch]:
     """Yield the mini-batches that all workers of a generation have recorded, in order."""
     by_generation: dict[int, list[WorkerLife]] = defaultdict(list)
     for life in lives:
@@ -125,11 +125,15 @@ def mini_batches(lives: Sequence[WorkerLife]) -> Iterator[MiniBatch]:
 
 
 def _with_updates(commands: Sequence[Command]) -> Iterator[Command]:
-    """Yield commands; joins one that only updates weights, of a user's own loop, to its step."""
+    """Yield commands; joins one that only updates weights, of a user's own loop, to its step.
+
+    The command of a later step may have an update and no actions too: its actions are not recorded.
+    """
     last: Command | None = None
     for command in commands:
         only = command.spans and all(span.name == UPDATE for span in command.spans)
-        if last and last.actions and only and not command.actions:
+        only = only and not command.actions
+        if last and last.actions and only and command.step <= last.step:
             last = replace(last, spans=(*last.spans, *command.spans), answered=command.answered)
             continue
         if last:

@@ -18,6 +18,7 @@ from typing import Any
 from pipeworker.plan import simulate
 from pipeworker.plan.actions import RECEIVES, SENDS, WEIGHTS, Edge, Kind, edge_of
 from pipeworker.trace.causes import recoveries
+from pipeworker.trace.recorder import EVALUATION, SAVE
 from pipeworker.trace.timeline import ActionSpan, Command, WorkerLife
 
 Event = dict[str, Any]
@@ -158,7 +159,8 @@ def _slices(command: Command, pid: int, zero: float) -> Iterator[Event]:
     ends = [span.end or span.begin for span in command.actions]
     end = max([command.received, command.answered or 0.0, *ends])
     step = {"step": command.step}
-    whole = f"step {command.step}" if command.actions else f"after step {command.step}"
+    is_after = any(span.name in (SAVE, EVALUATION) for span in command.spans)
+    whole = f"{'after ' * is_after}step {command.step}"
     yield _slice(pid, whole, command.received, end, zero, args=step)
     for span in command.spans:
         yield _slice(pid, *span, zero)

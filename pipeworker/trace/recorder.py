@@ -26,6 +26,8 @@ from pipeworker.trace.ring import MiniBatchTimes, Ring
 UPDATE, SNAPSHOT, SAVE, EVALUATION = "update", "snapshot", "save", "evaluation"
 _LEAST_SUSPENDED = 0.5
 """Seconds: a process of a busy host may be late by less."""
+_NONE = -1
+"""The step before the first command."""
 _ALWAYS = (SAVE, EVALUATION)
 """Spans that are recorded even if their step is not: they are few, and long."""
 
@@ -168,13 +170,17 @@ class Recorder:
         self._path, self._start, self._note, self._clock = path, start, note, clock
         self._suspended = suspended
         self._rows: Rows | None = None
-        self._command = _Command(perf_counter())
+        self._command = _Command(perf_counter(), _NONE, recorded=True)
         self._after_recorded = self._is_broken = False
 
     def receive(self, step: int, *, recorded: bool) -> None:
         """Note that a command of a step has arrived; `recorded`: the times of its actions are."""
         self._after_recorded = self._command.recorded
         self._command = _Command(perf_counter(), step, recorded, suspended=self._suspended())
+
+    def receive_more(self) -> None:
+        """Note that a command has arrived that belongs to the step of the last one."""
+        self.receive(self._command.step, recorded=self._command.recorded)
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
@@ -194,9 +200,12 @@ class Recorder:
     def write(self) -> None:
         """Write what is to be recorded of the command, which was answered just now.
 
-        A command after one that is recorded has a row, because it shows how long the worker waited.
+        A command after one that is recorded has a row, because it shows how long the worker waited,
+        and so has the first one, which shows when the worker began.
         """
         command = self._command
+        if command.step == _NONE:
+            return
         lasting = any(name in _ALWAYS for name, _, _ in command.spans)
         if command.recorded or self._after_recorded or lasting:
             self._add(command.row(perf_counter(), self._suspended()))

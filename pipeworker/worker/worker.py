@@ -198,8 +198,11 @@ class Worker:
 
     def _advance(self, message: Advance, worker: ConnectedWorker) -> FromWorker | None:
         recorder, command = worker.recorder, message.next
-        recorded = isinstance(command, RunStep) and command.recorded
-        recorder.receive(getattr(command, "step", 0), recorded=recorded)
+        if isinstance(command, (Wait, Finish)):
+            recorder.receive_more()
+        else:
+            recorded = isinstance(command, RunStep) and command.recorded
+            recorder.receive(command.step, recorded=recorded)
         worker.state.snapshots.stop_serving()
         with recorder.during(UPDATE) if message.update else contextlib.nullcontext():
             self._change(message.update, worker)

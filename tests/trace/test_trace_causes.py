@@ -73,6 +73,37 @@ def test_the_time_between_commands_has_the_cause_that_the_caller_gives() -> None
         assert total(time) == pytest.approx(found.seconds)
 
 
+def test_a_step_of_a_sample_ends_when_the_next_one_begins() -> None:
+    """Of the next step no actions are recorded; its update is not one of a user's own loop."""
+    order = ORDERS["gpipe"]
+    schedule = order.build(order.place(2), 4, ["never"] * 2)
+    costs = Costs.even(2, 0.01, 0.02)
+    whole = lives_of(schedule, costs, steps=4)
+
+    def sampled(life: WorkerLife) -> WorkerLife:
+        first, second, _, last = life.commands
+        return replace(life, commands=(first, replace(second, actions=()), last))
+
+    wanted = [(one.step, one.begin, one.end) for one in mini_batches(whole)]
+    found = [(one.step, one.begin, one.end) for one in mini_batches(map(sampled, whole))]
+    assert found == [wanted[0], wanted[3]]
+
+    def own_loop(life: WorkerLife) -> WorkerLife:
+        commands = []
+        for command in life.commands:
+            at = command.received + 5
+            update = replace(command, received=at, answered=at + UPDATE, actions=())
+            commands += [replace(command, spans=()), update]
+        return replace(life, commands=tuple(commands))
+
+    found = [(one.step, one.begin, one.end) for one in mini_batches(map(own_loop, whole))]
+    assert found[:3] == wanted[:3]
+    spans = [
+        command.spans for one in mini_batches(map(own_loop, whole)) for command in one.commands
+    ]
+    assert all(len(some) == 1 for some in spans)
+
+
 def test_a_step_in_which_the_job_was_suspended_counts_only_by_how_long_that_was() -> None:
     order = ORDERS["gpipe"]
     schedule = order.build(order.place(2), 4, ["never"] * 2)

@@ -108,6 +108,24 @@ def test_rows_of_what_is_recorded_and_of_the_command_after_it(tmp_path: Path) ->
     assert [name for name, *_ in evaluation["spans"]] == [EVALUATION]
 
 
+def test_the_first_command_and_what_belongs_to_a_recorded_step_have_rows(tmp_path: Path) -> None:
+    path = tmp_path / "timeline" / "worker-0.jsonl"
+    recorder = Recorder(path, {"worker": 0}, pytest.fail)
+    recorder.write()  # no command has arrived
+    recorder.receive_more()
+    recorder.write()
+    for step in (1, 2, 3, 4, 5):
+        recorder.receive(step, recorded=step == 3)
+        recorder.write()
+        recorder.receive_more()  # a user's own loop updates
+        with recorder.during(UPDATE):
+            pass
+        recorder.write()
+    recorder.close()
+    found = [(row["step"], [name for name, *_ in row.get("spans", [])]) for row in rows(path)[1:]]
+    assert found == [(1, []), (3, []), (3, [UPDATE]), (4, [])]
+
+
 def test_a_file_that_cannot_be_written_ends_the_recording_and_not_the_job(tmp_path: Path) -> None:
     (tmp_path / "timeline").write_text("no folder")
     notes: list[str] = []
