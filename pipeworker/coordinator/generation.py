@@ -303,8 +303,8 @@ class Generation(FactFinding):
         if save and copy is None:
             step = self.progress.steps
             effects.append(Log(f"no checkpoint of step {step}: earlier ones are being written"))
-        cost = self.blueprint.cost_to_record(run.batch)
-        if self.options.trace or self.progress.sampling.takes(cost, now):
+        cost, sampling = self.blueprint.cost_to_record(run.batch), self.progress.sampling
+        if self.options.trace or sampling.takes(cost, now, begins=not run.first):
             run = replace(run, recorded=True)
         return self.send_all(self.blueprint.run_messages(run, due.update, copy), effects)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def read(path: Path) -> Report | None:
 
 
 def _of_run(run_dir: RunDir, record: RunRecord, lives: Sequence[WorkerLife]) -> Report | None:
-    recorded, suspended = undisturbed(_warm(list(mini_batches(lives))))
+    recorded, suspended = undisturbed(_warm(mini_batches(lives)))
     if not recorded:
         return None
     schedule = schedule_of(recorded[-1])
@@ -159,21 +160,32 @@ def _of_run(run_dir: RunDir, record: RunRecord, lives: Sequence[WorkerLife]) -> 
         return Report(found, recorded, advice, rates)
     owners = schedule.placement.owners
     measured = measured_facts(facts, ranges, owners, costs)
-    advice = advise(measured, request, balance, found, len(found.steps))
+    advice = advise(measured, request, balance, found, len(recorded))
     if facts is None or not facts.measured:
         return Report(found, recorded, advice, rates)
     plan = plan_job(facts, replace(options, balance=balance))
-    return Report(found, recorded, advice, rates, plan, planned_breakdown(plan))
+    planned = planned_breakdown(plan, options.accumulate)
+    return Report(found, recorded, advice, rates, plan, planned)
 
 
-def _warm(recorded: list[MiniBatch]) -> list[MiniBatch]:
-    """Return all mini-batches but the first of each generation, which makes memory; all if few.
+def _warm(every: Iterable[MiniBatch]) -> list[MiniBatch]:
+    """Return those of whole steps but the first of each generation, which makes memory; all if few.
 
     Those of workers that held other stages than the last ones, before a job shrank, are left out.
     """
+    recorded = [*every]
     recorded = [one for one in recorded if _held(one) == _held(recorded[-1])]
-    first = {one.lives[0].generation: one for one in reversed(recorded)}
-    return [one for one in recorded if one is not first[one.lives[0].generation]] or recorded
+    steps = [[*step] for _, step in groupby(recorded, lambda one: (_generation(one), one.step))]
+    whole = [step for step in steps if not step[0].commands[0].first]
+    if len(whole) > 1 and len(whole[-1]) < len(whole[-2]):
+        whole.pop()  # the job may not have finished it
+    first = {_generation(step[0]): step for step in reversed(whole)}
+    warm = [step for step in whole if step is not first[_generation(step[0])]]
+    return [*chain.from_iterable(warm)] or recorded
+
+
+def _generation(one: MiniBatch) -> int:
+    return one.lives[0].generation
 
 
 def _held(one: MiniBatch) -> list[tuple[int, int, tuple[int, ...]]]:

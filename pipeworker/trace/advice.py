@@ -74,7 +74,11 @@ def _ratio(measured: float, predicted: float) -> float:
 
 
 def advise(
-    facts: NetworkFacts, request: PlanRequest, balance: Sequence[int], found: Breakdown, steps: int
+    facts: NetworkFacts,
+    request: PlanRequest,
+    balance: Sequence[int],
+    found: Breakdown,
+    mini_batches: int,
 ) -> Advice:
     """Return the change that would help most.
 
@@ -83,14 +87,14 @@ def advise(
         request: what the run was asked for.
         balance: the layers of its stages.
         found: where the time went.
-        steps: the number of steps that it went to.
+        mini_batches: the number of mini-batches that it went to.
     """
-    took = found.seconds / max(1, steps)
+    took = found.seconds / max(1, mini_batches)
     now = _plan(facts, replace(request, balance=tuple(balance)))
     lost = sum(time.idle[FILL_DRAIN] for time in found.workers) / len(found.workers)
     share = lost / found.seconds if found.seconds > 0 else 0.0
     candidates = [] if now is None else [*_replanned(facts, request, now, took, share)]
-    data = max(time.idle[DATA] for time in found.workers) / max(1, steps)  # of one that reads
+    data = max(time.idle[DATA] for time in found.workers) / max(1, mini_batches)  # of a reader
     if took > data > 0:
         gain = took / (took - data)
         text = (
@@ -107,7 +111,7 @@ def advise(
 def _replanned(
     facts: NetworkFacts, request: PlanRequest, now: Planned, took: float, lost: float
 ) -> Iterator[Advice]:
-    """Yield other plans; a step took some seconds, and fill and drain a share of these."""
+    """Yield other plans; a mini-batch took some seconds, and fill and drain a share of these."""
 
     def gain(planned: Planned) -> float:
         saved = min(now.step_seconds - planned.step_seconds, 0.99 * took)

@@ -153,11 +153,12 @@ def _are_all(members: Sequence[WorkerLife]) -> bool:
 
 
 def undisturbed(chosen: list[MiniBatch]) -> tuple[list[MiniBatch], float]:
-    """Return the mini-batches in which no worker was suspended, and for how long others were.
+    """Return those of steps without a suspended worker, and for how long workers of others were.
 
     The actions of the others tell nothing. If there are only such ones, all are returned, and 0.
     """
-    found = [one for one in chosen if not one.suspended]
+    disturbed = {one.step for one in chosen if one.suspended}
+    found = [one for one in chosen if one.step not in disturbed]
     return (found, sum(one.suspended for one in chosen)) if found else (chosen, 0.0)
 
 
@@ -369,8 +370,8 @@ def recoveries(lives: Sequence[WorkerLife]) -> Iterator[tuple[tuple[int, int], f
         yield pair, ends[pair[0]], max(ends[pair[0]], begins[pair[1]])
 
 
-def planned_breakdown(planned: Planned) -> Breakdown:
-    """Return where a plan predicts that the time of one step goes."""
+def planned_breakdown(planned: Planned, mini_batches: int = 1) -> Breakdown:
+    """Return where a plan predicts that the time of one step goes, of so many mini-batches."""
     schedule, costs = planned.schedule, planned.costs
     alone = replace(costs, transfers={}, handling=0.0)
     own, even = simulate(schedule, alone), simulate(schedule, evened(alone))
@@ -379,14 +380,16 @@ def planned_breakdown(planned: Planned) -> Breakdown:
         time = WorkerTime(worker, held)
         for stage in held:
             seconds = planned.stage_seconds[stage]
-            time.forward += seconds.forward
-            time.recompute += seconds.recompute
-            time.backward += seconds.backward
+            time.forward += mini_batches * seconds.forward
+            time.recompute += mini_batches * seconds.recompute
+            time.backward += mini_batches * seconds.backward
+        total = mini_batches * planned.timing.makespan
+        left = max(0.0, total - time.computing)
         time.optimizer = planned.update
-        idle = max(0.0, planned.step_seconds - time.computing)
-        time.idle[FILL_DRAIN] = min(idle, sum(even.idle[worker].values()))
-        left = idle - time.idle[FILL_DRAIN]
-        time.idle[IMBALANCE] = min(left, max(0.0, sum(own.idle[worker].values()) - idle + left))
+        fill, uneven = (mini_batches * sum(one.idle[worker].values()) for one in (even, own))
+        time.idle[FILL_DRAIN] = min(left, fill)
+        left -= time.idle[FILL_DRAIN]
+        time.idle[IMBALANCE] = min(left, max(0.0, uneven - time.idle[FILL_DRAIN]))
         time.idle[TRANSFER] = left - time.idle[IMBALANCE]
         workers.append(time)
-    return Breakdown(planned.step_seconds, (), tuple(workers))
+    return Breakdown(total + planned.update, (), tuple(workers))

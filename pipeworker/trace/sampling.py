@@ -55,11 +55,13 @@ class Sampling:
     def __init__(self) -> None:
         self._size, self._seconds = float(_BYTES_AT_ONCE), _SECONDS_AT_ONCE
         self._began = self._at = 0.0
+        self._takes = False
 
-    def takes(self, cost: Cost, now: float) -> bool:
+    def takes(self, cost: Cost, now: float, *, begins: bool = True) -> bool:
         """Return whether a mini-batch is recorded that begins at a time in seconds.
 
-        One that costs more than all that may be left is recorded when as much is left.
+        One that costs more than all that may be left is recorded when as much is left. Of a step
+        either all mini-batches are recorded or none: the one that `begins` it decides.
         """
         if not self._at:
             self._began = self._at = now
@@ -67,10 +69,10 @@ class Sampling:
         rate = min(1.0, _FULL_RATE / max(_FULL_RATE, now - self._began)) * BYTES_A_MINUTE / 60
         self._size = min(float(_BYTES_AT_ONCE), self._size + passed * rate)
         self._seconds = min(_SECONDS_AT_ONCE, self._seconds + passed * SHARE)
-        if self._size < min(cost.size, _BYTES_AT_ONCE):
-            return False
-        if self._seconds < min(cost.seconds, _SECONDS_AT_ONCE):
-            return False
-        self._size -= cost.size
-        self._seconds -= cost.seconds
-        return True
+        if begins:
+            fits = self._size >= min(cost.size, _BYTES_AT_ONCE)
+            self._takes = fits and self._seconds >= min(cost.seconds, _SECONDS_AT_ONCE)
+        if self._takes:
+            self._size -= cost.size
+            self._seconds -= cost.seconds
+        return self._takes

@@ -184,7 +184,8 @@ def write_lives(run_dir: RunDir, schedule: Schedule, lives: Sequence[WorkerLife]
             memory = tuple((100 + 2 * place) << 20 for place in range(len(actions)))
             base = round(command.received, 6)
             spans = [[s.name, *microseconds(base, (s.begin, s.end))] for s in command.spans]
-            actions_row = row_of(MiniBatchTimes(command.step, 0, 1, times[0], times, memory))
+            step, first = command.step, command.first
+            actions_row = row_of(MiniBatchTimes(step, first, 1, times[0], times, memory))
             row = {"step": command.step, "received": base, "spans": spans, **actions_row}
             rows.add({**row, "answered": command.answered})
         rows.close()

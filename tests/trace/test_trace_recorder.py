@@ -175,6 +175,15 @@ def test_samples_take_a_bounded_share_of_short_steps() -> None:
     assert Sampling().takes(Cost(100, 1e6), 1.0)  # of steps too long for any minute, one
 
 
+def test_of_a_step_all_mini_batches_are_recorded_or_none() -> None:
+    sampling, taken, cost = Sampling(), [], Cost(100, 0.001)
+    for tick in range(60_000):
+        taken.append(sampling.takes(cost, 100 + tick / 100, begins=tick % 4 == 0))
+    steps = [taken[place : place + 4] for place in range(0, len(taken), 4)]
+    assert all(step in ([True] * 4, [False] * 4) for step in steps)
+    assert sum(taken) * cost.seconds == pytest.approx(600 * SHARE, rel=0.05)
+
+
 def test_the_estimate_of_a_row_is_near(tmp_path: Path) -> None:
     schedule = ORDERS["1f1b"].build(Placement.identity(4), 16, ["never"] * 4)
     written = 0

@@ -1,0 +1,43 @@
+"""The report of a run: of which steps it tells."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from pipeworker.job.options import Options
+from pipeworker.plan.simulate import Costs
+from pipeworker.record import run_record
+from pipeworker.record.rundir import RunDir
+from pipeworker.runs.report import report
+from support.orders import build
+from support.timelines import lives_of, write_lives
+
+MICROBATCHES = 4
+
+
+def test_a_step_has_all_of_its_mini_batches(tmp_path: Path) -> None:
+    """What is read begins and ends within a step; the first whole step makes memory."""
+    run_dir = RunDir(tmp_path)
+    options = Options("job.py", 2, MICROBATCHES, recompute="never", accumulate=2)
+    run_record.write(run_dir, asdict(options), {"host": "here", "pid": 1, "started": "2026-11-26"})
+    stages = [{"stage": stage, "layers": [stage, stage + 1]} for stage in range(2)]
+    run_dir.plan.write_text(json.dumps({"stages": stages}))
+    schedule = build("gpipe", 2, MICROBATCHES, "never")
+    lives = [
+        replace(
+            life,
+            commands=tuple(
+                replace(command, step=1 + place // 2, first=MICROBATCHES * (place % 2))
+                for place, command in enumerate(life.commands)
+            )[1:],
+        )
+        for life in lives_of(schedule, Costs.even(2, 0.05, 0.1), steps=9)
+    ]
+    write_lives(run_dir, schedule, lives)
+    found = json.loads(report(run_dir.path, as_json=True))
+    assert found["steps"] == [3, 4]
+    assert found["seconds"] == pytest.approx(2 * 2 * 10)  # one mini-batch begins each 10 s
