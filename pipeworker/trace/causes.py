@@ -24,7 +24,7 @@ from pipeworker.plan.planned import Planned
 from pipeworker.plan.schedule import Schedule
 from pipeworker.plan.simulate import Costs, Timing, simulate
 from pipeworker.trace.recorder import UPDATE
-from pipeworker.trace.timeline import LAST, Command, WorkerLife
+from pipeworker.trace.timeline import Command, WorkerLife
 from pipeworker.trace.waits import Waits
 
 FILL_DRAIN, IMBALANCE, TRANSFER, DATA = "fill_drain", "imbalance", "transfer", "data"
@@ -193,12 +193,14 @@ def breakdown(
     for time in workers.values():
         time.idle[OTHER] += suspended
     shown = {life.generation for one in chosen for life in one.lives}
+    numbers = tuple(sorted({one.step for one in chosen}))
     for pair, begin, end in recoveries(lives):
         if {*pair} <= shown:
-            total += end - begin
+            # The steps are a sample; they have as large a share of what happened between them.
+            lost = (end - begin) * len(numbers) / (numbers[-1] - numbers[0] + 1)
+            total += lost
             for time in workers.values():
-                time.idle[RECOVERY] += end - begin
-    numbers = tuple(sorted({one.step for one in chosen}))
+                time.idle[RECOVERY] += lost
     found = tuple(workers[rank] for rank in sorted(workers))
     return Breakdown(total, numbers, found, suspended)
 
@@ -358,9 +360,8 @@ def recoveries(lives: Sequence[WorkerLife]) -> Iterator[tuple[tuple[int, int], f
     ends: dict[int, float] = {}
     begins: dict[int, float] = {}
     for life in lives:
-        # Of a long life only the last commands are there, and it began long before them.
         if life.commands:
-            begin = life.commands[0].received if len(life.commands) < LAST else life.now
+            begin = min(life.began, life.commands[0].received)
             begins[life.generation] = min(begins.get(life.generation, begin), begin)
         for command in life.commands:
             known = [command.received, command.answered or 0.0]

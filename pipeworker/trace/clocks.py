@@ -103,7 +103,11 @@ def aligned(lives: Sequence[WorkerLife]) -> tuple[WorkerLife, ...]:
         return tuple(lives)
     clocks = Clocks.of(lives)
     return tuple(
-        replace(life, commands=tuple(_moved(c, clocks, life.clock) for c in life.commands))
+        replace(
+            life,
+            commands=tuple(_moved(c, clocks, life.clock) for c in life.commands),
+            began=life.began + clocks.offset(life.clock, life.began)[0],
+        )
         for life in lives
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import deque
 from collections.abc import Iterator
@@ -94,6 +95,7 @@ class WorkerLife:
         clock: equal for processes whose clocks show the same.
         now, time: a moment on its clock, and the same in seconds since 1970.
         samples: measurements of its clock, in order.
+        began: when its first command arrived, which need not be among `commands`.
     """
 
     rank: int
@@ -107,6 +109,7 @@ class WorkerLife:
     time: float
     commands: tuple[Command, ...]
     samples: tuple[ClockSample, ...] = ()
+    began: float = math.inf
 
     @property
     def name(self) -> str:
@@ -165,6 +168,7 @@ class _Life:
     start: _Start
     programs: dict[int, tuple[Action, ...]] = field(default_factory=dict)
     samples: list[ClockSample] = field(default_factory=list)
+    first: tuple[int, bytes] | None = None
     commands: deque[tuple[int, bytes]] = field(default_factory=lambda: deque(maxlen=LAST))
     recorded: set[int] = field(default_factory=set)
 
@@ -203,6 +207,7 @@ def _lives(path: Path, steps: range | None) -> Iterator[_Life]:
         if step and life:
             if _TIMES in line:
                 life.recorded.add(int(step[1]))
+            life.first = life.first or (number, line)
             if steps is None:
                 life.commands.append((number, line))
             elif int(step[1]) in steps:
@@ -241,11 +246,12 @@ def _readable(path: Path, number: int) -> Iterator[None]:
 
 
 def _parsed(path: Path, life: _Life) -> WorkerLife:
-    start, commands = life.start, []
-    for number, line in life.commands:
+    def command(number: int, line: bytes) -> Command:
         with _readable(path, number):
-            row = msgspec.convert(load_json(line), _Times)
-            commands.append(_command(row, life.programs))
+            return _command(msgspec.convert(load_json(line), _Times), life.programs)
+
+    start, commands = life.start, tuple(command(*row) for row in life.commands)
+    began = command(*life.first).received if life.first else math.inf
     with _readable(path, 1):
         stages = tuple(map(int, start.stages.split()))
         if path.name != f"worker-{start.worker}.jsonl":
@@ -263,8 +269,9 @@ def _parsed(path: Path, life: _Life) -> WorkerLife:
         start.clock,
         start.now,
         start.time,
-        tuple(commands),
+        commands,
         tuple(life.samples),
+        began,
     )
 
 

@@ -200,6 +200,22 @@ def test_the_time_between_two_generations_is_recovery() -> None:
     assert one.received > BASE
 
 
+def test_a_recovery_counts_by_the_share_of_the_steps_that_are_recorded() -> None:
+    order = ORDERS["gpipe"]
+    (life,) = lives_of(order.build(order.place(1), 2, ["never"]), steps=20)
+    one, two = life.commands[0], life.commands[-1]
+    began = life.commands[4].received
+    lives = [
+        replace(life, commands=(one,)),
+        replace(life, generation=2, commands=(two,), began=began),
+    ]
+    found = explained(lives)
+    (time,) = found.workers
+    assert one.answered is not None
+    assert time.idle[RECOVERY] == pytest.approx((began - one.answered) * 2 / 20)
+    assert total(time) == pytest.approx(found.seconds)
+
+
 def test_steps_that_not_all_workers_have_recorded_are_left_out() -> None:
     order = ORDERS["gpipe"]
     first, second = lives_of(order.build(order.place(2), 2, ["never"] * 2))

@@ -32,7 +32,8 @@ def lives() -> list[WorkerLife]:
 def test_a_timeline_has_what_was_recorded(lives: list[WorkerLife], tmp_path: Path) -> None:
     write_lives(RunDir(tmp_path), SCHEDULE, lives)
     for life, wanted in zip(read_timeline(RunDir(tmp_path)).lives, lives, strict=True):
-        assert replace(life, commands=()) == replace(wanted, commands=())
+        assert life.began == life.commands[0].received
+        assert replace(life, commands=()) == replace(wanted, commands=(), began=life.began)
         for command, other in zip(life.commands, wanted.commands, strict=True):
             assert (command.step, command.first) == (other.step, other.first)
             assert command.received == pytest.approx(other.received, abs=1e-6)
@@ -174,6 +175,7 @@ def test_of_a_long_run_the_last_commands_are_read_or_those_that_are_asked_for(
     recorder.close()
     found = read_timeline(RunDir(tmp_path))
     assert [c.step for c in found.lives[0].commands] == [*range(LAST + 1, 2 * LAST + 1)]
+    assert found.lives[0].began < found.lives[0].commands[0].received
     assert found.recorded == tuple(range(1, 2 * LAST + 1))
     (life,) = read_timeline(RunDir(tmp_path), range(7, 9)).lives
     assert [c.step for c in life.commands] == [7, 8]
