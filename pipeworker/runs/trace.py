@@ -51,8 +51,9 @@ def write_trace(path: Path, steps: str | None, asked: Path | None) -> str:
     if not recorded:
         raise UsageError(f"{path}: it has no recorded steps yet: no step has ended")
     if chosen is not None and not any(step in chosen for step in recorded):
+        since = " since the run was resumed" if record.content["resumed"] else ""
         raise UsageError(
-            f"--steps {steps}: none of them is recorded; steps {_ranges(recorded)} are "
+            f"--steps {steps}: none of them is recorded{since}; steps {_ranges(recorded)} are "
             "(launch --trace records all)"
         )
     hosts = len({life.host for life in lives})

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from pipeworker.errors import UnreadableFile, UsageError
+from pipeworker.job.options import Options
 from pipeworker.plan.actions import parse_actions
 from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.placement import Placement
+from pipeworker.record import run_record
+from pipeworker.record.run_record import RunRecord
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs.trace import write_trace
 from pipeworker.trace import chrome
@@ -149,6 +152,21 @@ def test_no_timeline_is_none(tmp_path: Path) -> None:
     assert read_timeline(RunDir(tmp_path)) == Timeline()
     with pytest.raises(UsageError):
         write_trace(tmp_path, None, tmp_path / "t.json")
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_steps_that_are_not_recorded_are_refused(
+    lives: list[WorkerLife], tmp_path: Path, *, resumed: bool
+) -> None:
+    run_dir, options = RunDir(tmp_path), asdict(Options("job.py", 3, 4))
+    process = {"host": "here", "pid": 1, "started": "2026-11-26"}
+    run_record.write(run_dir, options, process)
+    if resumed:
+        RunRecord.read(run_dir).add_resume(options, process, 1)
+    write_lives(run_dir, SCHEDULE, lives)
+    since = "recorded since the run was resumed; " if resumed else "recorded; "
+    with pytest.raises(UsageError, match=rf"--steps 7:9: none of them is {since}steps 1-2 are "):
+        write_trace(tmp_path, "7:9", tmp_path / "t.json")
 
 
 def test_only_what_was_done_since_the_run_was_resumed_is_read(tmp_path: Path) -> None:
