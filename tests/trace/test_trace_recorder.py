@@ -194,10 +194,16 @@ def test_the_estimate_of_a_row_is_near(tmp_path: Path) -> None:
         with recorder.during(UPDATE):
             pass
         gaps = [4 if place % 2 == 0 else 10_345 for place in range(2 * len(actions))]
-        recorder.run(MiniBatchTimes(1, 0, 1, 36_000.123456, tuple(seconds(36_000.123456, gaps))))
+        times = tuple(seconds(36_000.123456, gaps))
+        memory = tuple((300 + 4 * (place % 2)) << 20 for place in range(len(actions)))
+        recorder.run(MiniBatchTimes(1, 0, 1, 36_000.123456, times, memory))
+        recorder.write()
+        recorder.receive(2, recorded=False)
+        with recorder.during(UPDATE):
+            pass
         recorder.write()
         recorder.close()
-        written += len(path.read_text().splitlines()[1])
+        written += sum(len(line) for line in path.read_text().splitlines()[1:])
     assert cost_of([schedule]).size == pytest.approx(written, rel=0.15)
 
 
