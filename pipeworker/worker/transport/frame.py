@@ -17,7 +17,7 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from pipeworker.errors import PipeworkerError, ProtocolError
+from pipeworker.errors import PipeworkerError, ProtocolError, a_type
 from pipeworker.worker.transport import structure as structures
 from pipeworker.worker.transport.layout import (
     ALIGNMENT,
@@ -126,15 +126,14 @@ def flatten(
         elif type(item) in structures.PLAIN_TYPES:
             leaves.append(structures.encode_scalar(item))
         else:
-            name = type(item).__name__
             reason = (
                 "only tensors and plain values (numbers, strings, bytes, None, slices, ranges, "
                 "dtypes) can, in tuples, lists and dicts"
             )
             if is_dataclass(item):
-                register = f"torch.export.register_dataclass({name})"
+                register = f"torch.export.register_dataclass({type(item).__name__})"
                 reason = f"its class is not registered; call {register} where it is defined"
-            raise cannot_pass(f"a {name}", reason)
+            raise cannot_pass(a_type(item), reason)
     return tuple(leaves), tensors, structure
 
 

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from pipeworker.errors import PipeworkerError
+from pipeworker.errors import PipeworkerError, a_type
 from pipeworker.worker.internals import storage_key
 
 ALIGNMENT = 64
@@ -26,6 +26,7 @@ DTYPES = {
     if isinstance(d, torch.dtype) and not str(d).startswith("torch.q")
 }
 """The dtypes of tensors that can pass, by name; those of quantized ones are not among them."""
+_CLASSES = torch.Tensor, torch.nn.Parameter
 
 
 def cannot_pass(what: str, reason: str) -> PipeworkerError:
@@ -111,7 +112,16 @@ def has_layout(tensor: torch.Tensor, layout: Layout) -> bool:
 
 
 def check_dense(tensor: torch.Tensor) -> None:
-    """Raise PipeworkerError if a tensor has no layout: it is sparse, quantized, or the like."""
+    """Raise PipeworkerError if a tensor has no layout: it is sparse, quantized, or the like.
+
+    A subclass is refused too: at the target only a plain tensor can be made of the elements, with
+    which the next layer may compute otherwise.
+    """
+    if type(tensor) not in _CLASSES:
+        raise cannot_pass(
+            f"{a_type(tensor)}, a subclass of torch.Tensor,",
+            "it would arrive as a plain tensor; pass tensor.as_subclass(torch.Tensor)",
+        )
     if tensor.is_nested or tensor.is_quantized:
         kind = "nested" if tensor.is_nested else "quantized"
         raise cannot_pass(f"a {kind} tensor", "make it dense first")

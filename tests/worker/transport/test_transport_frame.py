@@ -320,6 +320,14 @@ class Thing:
     pass
 
 
+class OtherThing:
+    pass
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
 NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 """It is strided, as a dense tensor is."""
 
@@ -327,7 +335,8 @@ NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (Thing(), "a Thing cannot pass"),
+        (Thing(), "^a Thing cannot pass"),
+        (OtherThing(), "^an OtherThing cannot pass"),
         (Record(1, 2), r"a Record cannot pass .*; call torch.export.register_dataclass\(Record\)"),
         ([filled((1,)), {1, 2}], "a set cannot pass"),
         ((slice(filled((1,)), 2),), r"a slice of slice\(tensor.* cannot pass.*: use integers"),
@@ -336,9 +345,12 @@ NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
         ([torch.eye(2).to_sparse()], "a torch.sparse_coo tensor cannot pass.*make it dense"),
         (NESTED, "a nested tensor cannot pass.*make it dense"),
         (torch.quantize_per_tensor(filled((2,)), 1.0, 0, torch.qint8), "a quantized tensor cannot"),
+        (filled((2,)).as_subclass(Tagged), r"a Tagged, a subclass .*; pass tensor.as_subclass\("),
+        ([filled((2,)).as_subclass(Tagged)], "a Tagged, a subclass of torch.Tensor, cannot pass"),
     ],
     ids=[
         "object",
+        "object with a vowel",
         "dataclass",
         "set",
         "slice",
@@ -347,6 +359,8 @@ NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
         "sparse inside",
         "nested",
         "quantized",
+        "subclass",
+        "subclass inside",
     ],
 )
 def test_a_value_that_cannot_pass_is_refused_by_its_class(value: Any, message: str) -> None:
