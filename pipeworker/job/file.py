@@ -146,7 +146,8 @@ def check(module: Any, where: str, required: Sequence[str] = REQUIRED) -> JobFil
         found.pop("tokens", None)
     if missing := [name for name in required if name not in found]:
         plural = "names" if len(missing) > 1 else "name"
-        similar = [match for n in missing for match in get_close_matches(n, dir(module), 1)]
+        own = [n for n in dir(module) if not isinstance(getattr(module, n, None), ModuleType)]
+        similar = [match for n in missing for match in get_close_matches(n, own, 1)]
         hint = f"; {similar[0]} is not one of them" if similar else ""
         raise UsageError(
             f"{where}: lacks the {plural} {', '.join(missing)}; define "

@@ -65,6 +65,7 @@ def test_a_changed_file_is_compiled_again(tmp_path: Path, monkeypatch: pytest.Mo
     [
         ({"model": None}, ": lacks the name model; define model, loss, optimizer and data"),
         ({"loss": None, "data": None}, "lacks the names loss, data"),
+        ({"loss": "import os"}, "lacks the name loss; define model, loss, optimizer and data$"),
         ({"model": "model = 3"}, "job file .*: model is an int"),
         ({"model": "model = 3"}, "job file .*: model is an int; make it an nn.Module, a list"),
         ({"loss": "loss = 1.0"}, "job file .*: loss is a float; make it a function"),
