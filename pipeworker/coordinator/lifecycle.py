@@ -16,7 +16,7 @@ from pipeworker.coordinator.roster import Member
 from pipeworker.coordinator.waiting import BEFORE_STEPS, SAVES, State, Waiting
 from pipeworker.errors import UsageError
 from pipeworker.facts.failure import Cause, Failure
-from pipeworker.facts.position import Phase
+from pipeworker.facts.position import Phase, Position
 from pipeworker.wire.lines import CannotStart, HostLost, Warned, WorkerExited
 from pipeworker.wire.messages.directions import Advance, Finish
 from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Signalled
@@ -160,7 +160,8 @@ class Lifecycle(Waiting):
             return self.checkpoint_requested()
         text = f"the worker of {member.name} was ended by {message.signal}"
         if self.launched or self.state in BEFORE_STEPS:
-            return self._failure_reported(member.failure(Cause.SIGNAL, text), now)
+            # No position: no layer is the cause, and the worker runs on until it is replaced.
+            return self._failure_reported(member.failure(Cause.SIGNAL, text, Position()), now)
         return self.interrupt(now)
 
     # Timeouts.

@@ -6,6 +6,7 @@ import pytest
 
 from pipeworker.coordinator.waiting import State
 from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.position import Phase, Position
 from pipeworker.wire.lines import Restart, Verdict
 from pipeworker.wire.messages.checkpoint import Copy, Save
 from pipeworker.wire.messages.directions import Advance
@@ -71,6 +72,15 @@ def test_a_worker_that_alone_is_signalled_is_replaced(signal: str) -> None:
     passes(job, 0.1)
     (restart,) = of(job.effects, Restart)
     assert restart.cause == f"the worker of stage 1 was ended by {signal}"
+
+
+def test_a_signal_is_not_attributed_to_the_layer_that_ran() -> None:
+    """The last heartbeat is old, and the worker continues until it is replaced."""
+    job = replaceable_job().running()
+    job.receive(Heartbeat(1, Position(Phase.FORWARD, step=1, microbatch=1, layer=2)))
+    job.receive(Signalled(1, "SIGTERM"))
+    passes(job)
+    assert [restart.cause for restart in of(job.effects, Restart)] == [ENDED]
 
 
 def test_a_signalled_worker_is_replaced_while_stages_are_built() -> None:
