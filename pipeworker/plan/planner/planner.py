@@ -118,7 +118,8 @@ def reasons(divisions: Divisions, found: Judged, *, chosen: bool) -> Iterator[st
             yield "balance: even stages would not fit into the memory"
         else:
             gain = 1 - found.seconds / other.seconds
-            yield f"balance: a step takes {gain:.0%} less time than with even stages"
+            share = f"{gain:.0%}" if gain >= 0.01 else "less than 1%"
+            yield f"balance: a step takes {share} less time than with even stages"
     if not divisions.recompute:
         again = [stage for stage, mode in enumerate(found.modes) if mode != "never"]
         if again:
