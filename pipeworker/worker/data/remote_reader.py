@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import select
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -262,6 +263,8 @@ class RemoteReader(Reader):
     def _wait(self, connection: socket.socket) -> None:
         """Wait for a reply; a living process may still read a mini-batch, or be stuck.
 
+        A process that was suspended between two mini-batches does not read, and does not reply.
+
         Raises:
             TimeoutError: it is stuck.
         """
@@ -270,8 +273,11 @@ class RemoteReader(Reader):
             return
         poll = select.poll()
         poll.register(connection, select.POLLIN)
+        since = time.monotonic()
         while not poll.poll(1000 * _POLL_SECONDS):
-            if clock.seconds() > self._stall_seconds:
+            if reading := clock.seconds():
+                since = time.monotonic() - reading
+            if time.monotonic() - since > self._stall_seconds:
                 raise TimeoutError
 
 

@@ -206,6 +206,21 @@ def test_a_stuck_process_is_replaced(host: Host) -> None:
         os.kill(stuck, 0)
 
 
+def test_a_process_that_was_suspended_between_two_mini_batches_is_replaced(host: Host) -> None:
+    host.go()
+    first = host.worker()
+    first.expect(1)  # so the process does not read ahead
+    read(first)
+    (stuck,) = host.pids
+    os.kill(stuck, signal.SIGSTOP)
+    second = host.worker(stall_seconds=0.5)
+    second.restore({"epoch": 0, "read": 1})
+    assert number_of(read(second)) == 1
+    assert len(host.pids) == 2
+    with pytest.raises(ProcessLookupError):
+        os.kill(stuck, 0)
+
+
 def test_a_process_that_still_reads_is_waited_for(host: Host) -> None:
     first = host.worker()
     for _ in range(3):
