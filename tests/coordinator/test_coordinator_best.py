@@ -146,6 +146,7 @@ def test_it_ends_the_job_before_any_step_without_one() -> None:
     job.evaluated(0)
     assert (job.ended.status, job.ended.exit_status) == ("failed", 2)
     assert of(job.effects, Commit) == []
+    assert of(job.effects, Evaluation) == []  # no row: nothing remains of the run
 
 
 def test_an_evaluation_before_the_first_step_may_be_the_best() -> None:

@@ -259,6 +259,9 @@ class FileLoop(BaseLoop):
         is_best = progress.evaluations.add(evaluation)
         was_left, progress.evaluation_due = progress.evaluation_due, False
         progress.outdated = progress.outdated or was_left
+        failure = self._lacking(evaluation)
+        if failure is not None and not progress.started:
+            new = False  # a row would keep the directory of a run that is a mistake
         # An evaluation before the first step leaves the numbers of training as they are.
         return Due(
             Evaluated(evaluation.loss) if evaluation.step else None,
@@ -266,7 +269,7 @@ class FileLoop(BaseLoop):
             can_save=True,
             must_save=is_best and was_left,  # its checkpoint lacks the figures
             is_best=is_best,
-            failure=self._lacking(evaluation),
+            failure=failure,
             loses_nothing=progress.started,
         )
 
