@@ -44,7 +44,8 @@ def check_figures(metrics: Metrics | None, best: str) -> Callable[[Any, Any], No
         if not any(name == figure or name.endswith(f"/{figure}") for figure in figures):
             raise UsageError(
                 f"--best {best}: no evaluation has such a figure; use one of {', '.join(figures)}, "
-                "with max: before it if more is better"
+                "behind the name of its set where evaluation() returns a dict, as in "
+                f"NAME/{figures[-1]}, and with max: before it if more is better"
             )
 
     return check

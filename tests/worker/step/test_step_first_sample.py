@@ -35,7 +35,8 @@ _restored_process = pytest.fixture(autouse=True)(restored_process)
         (
             {"accuracy": 0.5},
             "max:acuracy",
-            "--best max:acuracy: no evaluation has such a figure; use one of loss, accuracy",
+            "--best max:acuracy: no evaluation has such a figure; use one of loss, accuracy, "
+            "behind the name of its set where evaluation() returns a dict, as in NAME/accuracy, ",
         ),
         ({"accuracy": 0.5}, "inaccuracy", "--best inaccuracy: no evaluation has such a figure"),
     ],
@@ -60,7 +61,7 @@ def test_a_metric_of_each_sample_is_no_scalar() -> None:
 
 def test_without_metrics_only_the_loss_has_a_name() -> None:
     check_figures(None, "min:loss")(torch.ones(4), None)
-    with pytest.raises(UsageError, match=r"use one of loss, with max: before"):
+    with pytest.raises(UsageError, match=r"use one of loss, behind the name of"):
         check_figures(None, "accuracy")(torch.ones(4), None)
 
 
