@@ -212,7 +212,9 @@ def test_a_signal_while_a_command_is_imported_has_its_effect(
     jobs.write("open('held').read(); raise SystemExit(7)", "late/click.py")
     path = os.pathsep.join([str(jobs.folder / "late"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}
-    process = jobs.python("-m", "pipeworker", command, cold=True, env=environment)
+    heeds = ("env", "--default-signal=HUP")  # also where the tests run under nohup
+    line = ("-m", "pipeworker", command)
+    process = jobs.python(*line, cold=True, env=environment, prefix=heeds)
     with held.open("w"):  # it has begun to read
         process.send_signal(number)
         if expected == 130:
