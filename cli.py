@@ -332,7 +332,7 @@ def export(
 
     \b
       weights.safetensors   one file
-      weights.pt            one file, a state dict for torch.load; .pth likewise
+      weights.pt, .pth      one file, a state dict for torch.load
       weights/, weights     a folder in Hugging Face's layout: model.safetensors,
                             or several files of at most SIZE with an index
     """

@@ -101,7 +101,7 @@ class Job:
 
     @property
     def placement(self) -> Placement:
-        """The worker of each stage, as far as it is known: a plan may change it."""
+        """The worker of each stage, which a plan may change."""
         return self.generation.placement
 
     @property

@@ -75,7 +75,7 @@ def write_trace(path: Path, steps: str | None, asked: Path | None) -> str:
 
 
 def _plan(run_dir: RunDir, record: RunRecord) -> chrome.Plan:
-    """Return the plan of a run, as far as ``plan.json`` has one that is of use."""
+    """Return the plan of a run; an empty one if ``plan.json`` has none that is of use."""
     try:
         file, options = PlanFile.read(run_dir), Options.of(record.options)
         facts = file.facts

@@ -86,7 +86,7 @@ def events(
 
 
 def _recoveries(lives: Sequence[WorkerLife], first: float, last: float) -> Iterator[Event]:
-    """Yield the time between generations of workers, as far as it is within the trace."""
+    """Yield the times between generations of workers that overlap the trace."""
     found = [one for one in recoveries(lives) if first <= one[2] and one[1] <= last]
     if found:
         yield from _named(_RUN, "run", "recoveries")

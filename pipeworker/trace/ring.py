@@ -23,7 +23,7 @@ _BYTES = _HEADER.size + _PATH.size + 16 * CAPACITY
 
 @dataclass(frozen=True, slots=True)
 class MiniBatchTimes:
-    """The times of a mini-batch's actions, as far as they happened.
+    """The times of those actions of a mini-batch that happened.
 
     Attributes:
         first: the number of the first micro-batch within the step.

@@ -163,7 +163,7 @@ class Timeline:
 
 @dataclass(slots=True)
 class _Life:
-    """The lines of one process of a worker, as far as they are of use; commands are not parsed."""
+    """The lines of use of one process of a worker; commands are not parsed."""
 
     start: _Start
     programs: dict[int, tuple[Action, ...]] = field(default_factory=dict)

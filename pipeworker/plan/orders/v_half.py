@@ -12,7 +12,7 @@ def v_half(placement: Placement, microbatches: int, recomputed: Recomputed) -> l
     """Return the compute order of V-Half (Qi et al. 2024, 2405.15362), by worker.
 
     A worker holds at most (K + 2) // 2 micro-batches. In the block, forwards take two units from
-    worker to worker down the V and one up, and gradients likewise.
+    worker to worker down the V and one up, and so do gradients.
     """
     limit = 2 * ((placement.workers + 2) // 2)
     return repeated(placement, microbatches, recomputed, _block, limit)

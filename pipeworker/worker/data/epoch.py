@@ -220,7 +220,7 @@ class Epoch:
         )
 
     def _skip_to(self, position: Mapping[str, Any]) -> None:
-        """Continue at a position; the source was advanced as far as it can be."""
+        """Continue at a position; the source has been advanced where it can be."""
         if self._loader is not None and not (
             self._loader.complete and _is_unambiguous(self._loader.reached, position)
         ):

@@ -66,7 +66,7 @@ class AdvancedLoader:
         iterator: the loader's own iterator.
         skipped: number of mini-batches that are not loaded: `count`, or as many below it as give
             each process the mini-batches that it would have had.
-        complete: whether the sampler was advanced as far as that.
+        complete: whether the sampler was advanced by all `skipped`.
         reached: states of this process's generators behind the first and the last mini-batch that
             the sampler was advanced by; None if none, or if other processes load items.
         persists: whether the processes are, or replace, those of an iteration before.
