@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import reprlib
 from collections.abc import Collection, Mapping
@@ -190,8 +191,9 @@ class Options:
             )
         for name in ("clip_grad_norm", "clip_grad_value", "worker_timeout"):
             bound = getattr(self, name)
-            if bound is not None and not bound > 0:
-                raise UsageError(f"{written(name)} {bound}: must be greater than 0")
+            if bound is not None and not 0 < bound < math.inf:
+                must = "finite" if bound == math.inf else "greater than 0"
+                raise UsageError(f"{written(name)} {bound}: must be {must}")
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 option = f"{written(name)} {getattr(self, name)}"

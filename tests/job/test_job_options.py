@@ -86,6 +86,10 @@ def test_json_round_trip(made: Options) -> None:
         ("clip_grad_norm", 0.0, "--clip-grad-norm 0.0: must be greater than 0"),
         ("clip_grad_norm", float("nan"), "--clip-grad-norm nan: must be greater than 0"),
         ("worker_timeout", 0.0, "--worker-timeout 0.0: must be greater than 0"),
+        *(
+            (name, math.inf, f"--{name.replace('_', '-')} inf: must be finite")
+            for name in ("clip_grad_norm", "clip_grad_value", "worker_timeout")
+        ),
         ("balance", (2, 2, 1), "--balance 2,2,1: is for 3 stages, but there are 2"),
         ("schedule", "zigzag", "--schedule zigzag: must be one of gpipe"),
         ("virtual_stages", 0, "--virtual-stages 0: must be 1 or more"),
