@@ -168,7 +168,9 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
         lines = path.read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
-        raise UsageError(f"--hosts-file {path}: {reason}") from None
+        raise UsageError(
+            f"--hosts-file {path}: {reason}; give a text file with a host a line"
+        ) from None
     hosts = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
@@ -176,7 +178,9 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
             continue
         where = f"--hosts-file {path}, line {number}"
         if len(words) > 3:
-            raise UsageError(f"{where}: must be a host, its workers and its interpreter")
+            raise UsageError(
+                f"{where}: {words[3]!r} is unexpected; write a host, workers, a python"
+            )
         name, count, python = (*words, *("1", "")[len(words) - 1 :])[:3]
         hosts.append(_host(name, count, where, python))
     if not hosts:
@@ -193,7 +197,7 @@ def _host(name: str, count: str, where: str, python: str = "") -> Host:
             f"{where}: {name!r} is not a host; put an IPv6 address in brackets, as [::1], and the "
             "number of workers after a colon, as a:2, or in a file after a space"
         )
-    if not (count.isascii() and count.isdigit() and 0 < int(count) < 1 << 16):
+    if not (count.isascii() and count.isdigit() and len(count) < 6 and 0 < int(count) < 1 << 16):
         raise UsageError(f"{where}: {count!r} is not a number of workers; specify 1 to 65535")
     return Host(plain, int(count), python)
 

@@ -98,7 +98,8 @@ def test_a_file_of_hosts_is_read(tmp_path: Path) -> None:
     path.write_text("\ufeff# ours\na 2\n\nb\nc 3 /opt/python  # slow\n")
     assert ssh.read_hosts(path) == (Host("a", 2), Host("b", 1), Host("c", 3, "/opt/python"))
     for text, error in (
-        ("a 2 p q", "line 1: must be a host"),
+        ("a 2 p q", "line 1: 'q' is unexpected; write a host"),
+        (f"a {'9' * 5000}", "9' is not a number of workers; specify 1 to 65535"),
         ("# none", "the file names no host"),
         ("a\nb two", "line 2: 'two' is not a number"),
         ("a:2", "line 1: 'a:2' is not a host; .* in a file after a space"),
@@ -106,8 +107,9 @@ def test_a_file_of_hosts_is_read(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(UsageError, match=error):
             ssh.read_hosts(path)
-    with pytest.raises(UsageError, match="No such file"):
-        ssh.read_hosts(tmp_path / "none")
+    for place, error in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(UsageError, match=f"{error}.*; give a text file with a host a line"):
+            ssh.read_hosts(place)
 
 
 def send(folder: Path, to: Path) -> None:
