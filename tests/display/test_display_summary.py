@@ -108,8 +108,9 @@ def test_unknown_facts_are_left_out() -> None:
 
 def test_a_job_without_a_checkpoint_cannot_be_resumed() -> None:
     lines = ended(status="failed", checkpoint=None)
-    assert lines[-2:] == [
+    assert lines[-3:] == [
         "weights: none, because no checkpoint was complete yet (--checkpoint-every)",
+        "resume: there is nothing to resume from; start the job again",
         "run directory: /a/runs/x",
     ]
     assert not any("pipeworker" in line for line in lines)
