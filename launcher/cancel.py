@@ -46,7 +46,7 @@ def cancel(run: str) -> str:
             if shutil.which(program) and (job := find(run)):
                 return job.cancel()
         except PipeworkerError as error:  # it may be installed here, and not set up
-            unasked.append(str(error).partition("\n")[0])
+            unasked.append(str(error).rpartition("\n")[2])
     advice = listed(path) or "give the directory of a running job"
     # Their errors say nothing about a job that ran here.
     more = f" ({'; '.join(unasked)})" if unasked and not run_dir.run.exists() else ""

@@ -7,6 +7,7 @@ hosts from this one: the launcher runs here, and commands carry the lines of the
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import time
@@ -21,6 +22,8 @@ from pipeworker.errors import PipeworkerError
 from pipeworker.host.lifetime import command
 
 _CLIENT_SECONDS = 60.0
+_LOGGED = re.compile(r"^[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ .*\n?", re.MULTILINE)
+"""A line of kubectl's log; its message for the user comes after these lines."""
 
 
 class SubmittedJob(Protocol):
@@ -130,7 +133,8 @@ def run_client(words: Sequence[str], text: str, *, label: str, cluster: str) -> 
         message = f"{label}: {cluster} has not answered for {_CLIENT_SECONDS:g} s"
         raise PipeworkerError(message) from None
     if ran.returncode:
-        reason = ran.stderr.strip().removeprefix(f"{label}: ")
+        message = _LOGGED.sub("", ran.stderr).strip() or ran.stderr.strip()
+        reason = message.removeprefix(f"{label}: ")
         raise PipeworkerError(f"{label}: {reason or f'exit status {ran.returncode}'}")
     return ran.stdout
 

@@ -27,7 +27,7 @@ PROGRAM = f"""\
     answer = folder / sys.argv[1]
     if answer.exists():
         text = answer.read_text()
-        if text.startswith("error"):
+        if text.startswith(("error", "E")):
             sys.exit(text)
         print(text)
 """
@@ -175,6 +175,20 @@ def test_a_patch_that_is_none_is_rejected(
 def test_an_error_of_the_cluster_is_shown(cluster: Cluster) -> None:
     cluster.answer("apply", "error: the namespace is not there")
     with pytest.raises(PipeworkerError, match="kubectl apply: error: the namespace is not there"):
+        cluster.submit()
+
+
+def test_a_line_of_kubectls_log_is_not_shown(cluster: Cluster) -> None:
+    logged = 'E1127 06:17:29.932302    8355 memcache.go:265] "Unhandled Error" err="refused"\n'
+    for text in (
+        f"{logged}{logged}The server was refused",
+        f"{logged}The server was refused\n{logged}",
+    ):
+        cluster.answer("apply", text)
+        with pytest.raises(PipeworkerError, match=r"^kubectl apply: The server was refused$"):
+            cluster.submit()
+    cluster.answer("apply", logged)
+    with pytest.raises(PipeworkerError, match="memcache"):
         cluster.submit()
 
 
