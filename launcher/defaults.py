@@ -87,9 +87,11 @@ class Defaults:
         A torchrun rank ignores those of `parameters`, which are `launch`'s, that it does not have.
         """
         options = {
-            option.opts[-1].removeprefix("--"): option
+            word.removeprefix("--"): option
             for option in parameters
             if isinstance(option, Option)
+            for word in option.opts
+            if word.startswith("--")
         }
         known = {str(option.name) for option in options.values() if not option.once}
         for key, value in self.values.items():

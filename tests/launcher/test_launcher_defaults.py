@@ -110,6 +110,12 @@ def test_config_names_another_file(launch: Launch) -> None:
     )
 
 
+def test_a_key_is_any_long_spelling_of_an_option(launch: Launch) -> None:
+    for key in ("profile", "profile-steps", "profile_steps"):
+        project(f'stages = 2\n{key} = "2:3"')
+        assert launch("--run-dir", key).profile_steps == "2:3"
+
+
 def test_paths_are_relative_to_the_file(launch: Launch, tmp_path: Path) -> None:
     Path("jobs/pipeworker.toml").write_text('run-dir = "runs/1"\ninit-from = "weights.pt"')
     Path("jobs/weights.pt").touch()
