@@ -16,7 +16,10 @@ from pipeworker.host import cgroups
 from pipeworker.version import __version__
 from pipeworker.wire.keys import TOKEN_VARIABLE
 
-_PACKAGES = ("numpy", "pyzmq", "msgpack", "cryptography", "safetensors", "click", "rich")
+_PACKAGES = (
+    *("numpy", "pyzmq", "msgpack", "msgspec", "psutil", "typing_extensions", "cryptography"),
+    *("safetensors", "click", "rich"),
+)
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")
 _LIMITS = ("NOFILE", "NPROC", "MEMLOCK", "CORE")
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import platform
+import re
 import uuid
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,8 +30,18 @@ def test_env_shows_versions_and_variables_and_no_secret(monkeypatch: pytest.Monk
     assert found["python"] == platform.python_version()
     assert (found["PIPEWORKER_TOKEN"], found["PIPEWORKER_STEPS"]) == ("is set", "12")
     assert found["OMP_NUM_THREADS"] == "3"
-    assert {"pyzmq", "msgpack", "platform", "kernel", "devices", "cores", "memory"} <= found.keys()
+    assert {"platform", "kernel", "devices", "cores", "memory"} <= found.keys()
     assert {"/dev/shm", "RLIMIT_NOFILE"} <= found.keys()
     text = CliRunner().invoke(cli.main, ["env"]).stdout
     assert secret not in ran.stdout + text
     assert [line.split()[0] for line in text.splitlines()] == [*found]
+
+
+def test_env_shows_the_version_of_each_package_that_is_required() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(Path(cli.__file__).with_name("setup.cfg"))
+    required = setup["options"]["install_requires"].strip().splitlines()
+    always = {re.split("[>=<]", line)[0] for line in required if ";" not in line}
+    found = json.loads(CliRunner().invoke(cli.main, ["env", "--json"]).stdout)
+    assert {"pyzmq", "msgspec"} < always <= found.keys()
+    assert "not installed" not in {found[name] for name in always}
