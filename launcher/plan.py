@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from launcher import local
-from launcher.command import PATH, Option
+from launcher.command import PATH, Option, written
 from launcher.job_command import FileCommand
 from launcher.options import LAUNCH_PARAMETERS
 from pipeworker.coordinator.job import SLOTS
@@ -30,6 +30,7 @@ from pipeworker.job.interval import END
 from pipeworker.job.option_parsing import make_options
 from pipeworker.job.options import Options
 from pipeworker.job.planning import limited, request_of
+from pipeworker.job.renamed import RENAMED
 from pipeworker.plan import text
 from pipeworker.plan.actions import Kind
 from pipeworker.plan.figures import bytes_text, plural
@@ -71,7 +72,10 @@ class PlanCommand(FileCommand):
 
     def reject(self, error: click.NoSuchOption) -> NoReturn:
         name = error.option_name
-        if any(name in (*option.opts, *option.secondary_opts) for option in LAUNCH_PARAMETERS):
+        former = RENAMED.get(name.removeprefix("--").replace("-", "_"))
+        names = {name, former and written(former.new)}
+        lacked = (one for one in LAUNCH_PARAMETERS if one not in self.params)
+        if any(names & {*one.opts, *one.secondary_opts} for one in lacked):
             raise UsageError(
                 f"{name}: an option of launch that changes no plan; leave it out"
             ) from None

@@ -113,7 +113,7 @@ def test_an_option_of_launch_that_changes_no_plan_is_rejected() -> None:
     offered = {word for one in LAUNCH_PARAMETERS for word in (*one.opts, *one.secondary_opts)}
     rejected = sorted(word for word in offered - taken if word.startswith("-"))
     assert {"--run-dir", "--no-csv", "--keep"} < {*rejected}
-    for word in rejected:
+    for word in (*rejected, "--elastic", "--restarts"):  # former names too
         assert refused("--stages", "2", word) == (
             f"{word}: an option of launch that changes no plan; leave it out"
         )
