@@ -93,11 +93,11 @@ def reading(path: object) -> Iterator[None]:
 
 @contextmanager
 def writing(path: object) -> Iterator[None]:
-    """Raise RecordError if a file cannot be written in the context."""
+    """Raise UsageError if a file that a command names cannot be written in the context."""
     try:
         yield
     except OSError as error:
-        raise RecordError(path, error) from None
+        raise UsageError(f"{RecordError(path, error)}; choose another file") from None
 
 
 class SnapshotLost(PipeworkerError):

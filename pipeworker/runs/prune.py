@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from pipeworker.display.text import data_size
-from pipeworker.errors import RecordError, UsageError, reading, writing
+from pipeworker.errors import RecordError, UsageError, reading
 from pipeworker.plan.figures import plural
 from pipeworker.record.checkpoint.folder import remove_checkpoint
 from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
@@ -107,5 +107,7 @@ def _evaluation_of_whole(checkpoint: Path) -> dict[str, float] | None:
 
 def _remove(folders: list[Path]) -> None:
     for path in folders:
-        with writing(path):
+        try:
             remove_checkpoint(path)
+        except OSError as error:
+            raise RecordError(path, error) from None

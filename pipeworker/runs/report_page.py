@@ -49,8 +49,7 @@ def write_page(path: Path, output: Path) -> str:
     """Write the page of a run; describe what was written.
 
     Raises:
-        UsageError: there is no run, or a file of it cannot be read.
-        RecordError: the page cannot be written.
+        UsageError: there is no run, a file of it cannot be read, or the page cannot be written.
     """
     if output.exists() and output.suffix not in (".html", ".htm"):
         raise UsageError(f"--html {output}: exists already; choose another file, as report.html")

@@ -39,8 +39,8 @@ def write_trace(path: Path, steps: str | None, asked: Path | None) -> str:
     """Write the timeline of a run, or of its steps ``A:B``; describe what was written.
 
     Raises:
-        UsageError: there is no run, it has no such steps, or the output would replace a file.
-        RecordError: the file cannot be written.
+        UsageError: there is no run, it has no such steps, or the output would replace a file or
+            cannot be written.
     """
     chosen = _chosen(steps)
     run_dir = RunDir(path)

@@ -18,6 +18,7 @@ from pipeworker.plan.simulate import Costs
 from pipeworker.record import run_record
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs.report_page import write_page
+from pipeworker.runs.trace import write_trace
 from pipeworker.wire.lines import Verdict
 from support.browser import BROWSER, Browser
 from support.orders import build
@@ -197,3 +198,14 @@ def test_a_file_that_is_no_page_is_not_replaced(run: RunDir, tmp_path: Path) -> 
     with pytest.raises(UsageError, match="exists already"):
         write_page(run.path, path)
     assert path.read_text() == "mine"
+
+
+def test_an_output_that_cannot_be_written_is_a_mistake_of_the_command(
+    run: RunDir, tmp_path: Path
+) -> None:
+    path = tmp_path / "none" / "out"
+    reason = r"none/out: cannot be written: .*; choose another file"
+    with pytest.raises(UsageError, match=reason):
+        write_page(run.path, path)
+    with pytest.raises(UsageError, match=reason):
+        write_trace(run.path, None, path)
