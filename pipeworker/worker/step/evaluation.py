@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from pipeworker.errors import PeerLost, PipeworkerError, ProtocolError, UsageError, a_type
+from pipeworker.exact_sum import total
 from pipeworker.facts.failure import Failure
 from pipeworker.facts.position import Phase
 from pipeworker.facts.step import Evaluation
@@ -110,11 +111,9 @@ _Entry = tuple[Any, Any, Any]
 
 
 def _mean(entries: Sequence[_Entry]) -> float:
+    weight = total([float(weight) for *_, weight in entries])
     terms = [float(value) * float(factor) for value, factor, _ in entries]
-    total = math.fsum(float(weight) for *_, weight in entries)
-    if not total or not all(map(math.isfinite, terms)):
-        return math.nan
-    return math.fsum(terms) / total
+    return total(terms) / weight if weight else math.nan
 
 
 def checked_figures(values: Any) -> dict[str, Any]:

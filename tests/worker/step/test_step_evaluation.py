@@ -50,11 +50,25 @@ def test_sets_have_averages_of_their_own() -> None:
     assert averages.result(3).row() == {"loss": 1.0, "two": 2.0}
 
 
-def test_no_samples_and_infinite_losses_are_nan() -> None:
+def test_the_average_of_no_samples_is_nan() -> None:
     assert math.isnan(Averages(_target_as_loss).result(3).loss)
-    averages = Averages(_target_as_loss)
-    averages.add(None, torch.tensor(math.inf), 1)
-    assert math.isnan(averages.result(3).loss)
+
+
+@pytest.mark.parametrize(
+    ("values", "average"),
+    [
+        ((math.inf,), math.inf),
+        ((1.0, -math.inf), -math.inf),
+        ((math.inf, -math.inf), math.nan),
+        ((1.0, math.nan), math.nan),
+        ((1e308, 1e308), math.inf),  # the sum is too large
+    ],
+)
+def test_averages_that_are_not_finite(values: tuple[float, ...], average: float) -> None:
+    averages = Averages(_target_as_loss, lambda output, target: {"it": target})
+    for value in values:
+        averages.add(None, torch.tensor(value, dtype=torch.float64), 1)
+    assert [*map(str, averages.result(3).row().values())] == [str(average)] * 2
 
 
 @pytest.mark.parametrize(
