@@ -279,6 +279,14 @@ def test_what_stages_would_compute_otherwise_is_refused(way: Any, message: str) 
         plan_of(Any3(way), NO_TYPES, torch.randn(4, WIDTH))
 
 
+def test_a_line_of_code_without_a_file_is_named_as_such() -> None:
+    made: dict[str, Any] = {}
+    exec("def way(m, x):\n    hidden = m.l[0](x)\n    assert hidden.sum().item() > 0\n", made)
+    line = r"at line 3 of code that has no file \(<string>, in way\): an if"
+    with pytest.raises(UsageError, match=r"^layer 1 \(.*\): .* " + line):
+        plan_of(Any3(made["way"]), NO_TYPES, torch.randn(4, WIDTH))
+
+
 def test_a_unit_that_needs_numbers_keeps_a_value_too() -> None:
     module = Any3(kept)
     module.kept[0] = KeepingByNumbers()

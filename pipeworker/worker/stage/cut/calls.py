@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def line_of_the_user() -> str:
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_SHOWN):
         frame = frame.f_back  # type: ignore[assignment]
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "?"
+    return _line(frame.f_code, frame.f_lineno) if frame is not None else "?"
 
 
 def line_of_error(error: BaseException) -> str:
@@ -65,11 +66,19 @@ def line_of_error(error: BaseException) -> str:
     found = "?"
     trace = error.__traceback__
     while trace is not None:
-        name = trace.tb_frame.f_code.co_filename
-        if not name.startswith(_NOT_SHOWN):
-            found = f"{Path(name).name}:{trace.tb_lineno}"
+        code = trace.tb_frame.f_code
+        if not code.co_filename.startswith(_NOT_SHOWN):
+            found = _line(code, trace.tb_lineno)
         trace = trace.tb_next
     return found
+
+
+def _line(code: CodeType, number: int) -> str:
+    """Return ``net.py:8``; code of ``exec`` or of a notebook's cell has no file."""
+    path = Path(code.co_filename)
+    if path.is_file():
+        return f"{path.name}:{number}"
+    return f"line {number} of code that has no file ({path.name}, in {code.co_name})"
 
 
 class Counting(TorchFunctionMode):
