@@ -22,8 +22,14 @@ from pipeworker.wire.messages.profile import Measured
 
 @dataclass(slots=True)
 class FactFinding(Lifecycle):
-    """A generation that asks its workers for facts; the job keeps them in its progress."""
+    """A generation that asks its workers for facts; the job keeps them in its progress.
 
+    Attributes:
+        lacks: facts that could not be measured, for the user. They are shown after a mini-batch:
+            a layer that raises there too gives only its error.
+    """
+
+    lacks: list[Warned] = field(init=False, default_factory=list)
     _measuring: Measuring | None = field(init=False, default=None)
     _measured_since: float = field(init=False, default=0.0)
 
@@ -42,10 +48,13 @@ class FactFinding(Lifecycle):
         self.progress.facts, self.progress.seeks_facts = measuring.facts(), False
         self.progress.plans.clear()
         summary = measuring.summary(now - self._measured_since)
-        lacks_facts = self.progress.facts is None and not self.options.plan_only
-        effects: list[Effect] = [Warned(summary, note=True) if lacks_facts else Log(summary)]
+        effects: list[Effect] = [Log(summary)]
         if warning := measuring.warning:
-            effects.append(Warned(warning))
+            self.lacks = [Warned(warning)]
+        elif self.progress.facts is None:
+            self.lacks = [Warned(summary, note=True)]
+        if warning and self.options.plan_only:  # runs no mini-batch
+            effects += self.lacks
         if measuring.fresh:
             effects.append(KeepFacts(measuring.fresh))
         return [*effects, *self._make_plan()]

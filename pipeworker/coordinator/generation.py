@@ -194,11 +194,12 @@ class Generation(FactFinding):
         if uses := [use for one in done for use in one.borrowed]:
             assert self.blueprint
             self.blueprint.check_borrowed([m.ready for m in self.members if m.ready], uses)
+        lacks, self.lacks = self.lacks, []
         warnings = [Warned(text) for text in self.snapshots.step_done(done, self.writers)]
         due = self.loop.step_done(done, now)
         if self.interrupted is not None and isinstance(self.loop, FileLoop) and self.loop.evaluates:
             due = self.loop.leave_evaluation(due)
-        return [*warnings, *self._advance(due, now)]
+        return [*lacks, *warnings, *self._advance(due, now)]
 
     def _on_evaluated(self, member: Member, message: EvaluationDone, now: float) -> list[Effect]:
         if message.result and message.rank != self.placement.rank_of(self.placement.stages - 1):

@@ -11,13 +11,13 @@ from pipeworker.coordinator.effects import KeepFacts, Log, WritePlan
 from pipeworker.coordinator.measuring import Measuring, deal
 from pipeworker.coordinator.steps.progress import Start
 from pipeworker.coordinator.waiting import State
-from pipeworker.facts.failure import Cause
+from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.layer_facts import LayerFacts, LayerSkip, NetworkFacts
 from pipeworker.facts.outline import LayerKind, Machine, Outline
 from pipeworker.plan.placement import Placement
 from pipeworker.wire.lines import Restart, Warned
 from pipeworker.wire.messages.plan import Described, Plan
-from pipeworker.wire.messages.presence import Abort
+from pipeworker.wire.messages.presence import Abort, Failed
 from pipeworker.wire.messages.profile import Measure, Measured
 from support.coordinator import LAYERS, MACHINE, ScriptedJob, of
 from support.coordinator import OUTLINE as JOB_OUTLINE
@@ -195,6 +195,10 @@ def test_a_loss_that_cannot_be_measured_costs_nothing_and_the_layers_are_planned
     assert network is not None
     assert network.loss == network.loss_saved_bytes == 0
     assert [layer.forward for layer in network.layers] == [1.0] * len(LAYERS)
+    job.ready()
+    assert not of(job.effects, Warned)
+    job.step(1)
+    job.step(2)
     (warned,) = of(job.effects, Warned)
     assert warned.text == "loss() cannot be measured, and the plan counts it as 0 s: loss(): no"
 
@@ -347,16 +351,32 @@ def test_without_the_option_nothing_is_measured() -> None:
     assert job.job.progress.facts is None
 
 
-def test_a_job_whose_layers_cannot_be_measured_says_so_and_runs() -> None:
+def test_a_job_whose_layers_cannot_be_measured_runs_and_says_so_after_a_step() -> None:
     job = measured_job()
     for rank in job.ranks:
         job.receive(Measured(rank, problem="layer 2 is too large"))
     job.receive(Measured(0, problem="layer 2 is too large"))  # in order, which it is asked for next
+    text = "layers cannot be measured: layer 2 is too large; they are divided evenly"
+    assert text in [log.text for log in of(job.effects, Log)]
+    assert job.state() is State.BUILDING
+    job.ready()
+    assert not of(job.effects, Warned)
+    job.step(1)
+    job.step(2)
     (note,) = of(job.effects, Warned)
     assert note.note
-    text = "layers cannot be measured: layer 2 is too large; they are divided evenly"
     assert note.text == text
-    assert job.state() is State.BUILDING
+
+
+def test_layers_that_raise_in_a_step_too_give_one_error() -> None:
+    job = measured_job()
+    for rank in job.ranks:
+        job.receive(Measured(rank, problem="layer 2 (Bad) raised ValueError: no"))
+    job.receive(Measured(0, problem="layer 2 (Bad) raised ValueError: no"))
+    job.ready()
+    job.receive(Failed(1, Failure(Cause.USER, "layer 2 (Bad) raised ValueError: no")))
+    assert job.ended.status == "failed"
+    assert not of(job.effects, Warned)
 
 
 # A job that only finds facts.
