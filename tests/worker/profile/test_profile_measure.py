@@ -342,6 +342,15 @@ def test_the_stopwatch_stands_still_while_the_thread_waits_for_a_core(tmp_path: 
         assert real.seconds([real.mark(), real.mark()]) < 5.0
 
 
+def test_a_loss_may_change_the_output_in_place() -> None:
+    def difference(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return output.sub_(target).square().mean()
+
+    settings = replace(SETTINGS, job=replace(JOB, loss=difference))
+    output = torch.randn(20, 5)
+    assert measure_loss(output, (True,), torch.randn(20, 5), settings, Stopwatch()).forward > 0
+
+
 def test_a_loss_keeps_what_its_backward_needs() -> None:
     logits, classes = torch.randn(50, 1000), torch.zeros(50, dtype=torch.long)
     size = 4 * 50 * 1000
