@@ -246,6 +246,15 @@ def test_a_name_of_the_wrong_kind(name: str, value: Any, expected: str) -> None:
         (lambda: None, "model() returned a NoneType; return an nn.Module or a list"),
         (lambda: nn.ModuleList([nn.ReLU()]), "model() returned a ModuleList; return an nn.Module"),
         (list, "model() returned no layers; return at least one for each stage"),
+        (
+            lambda: torch.compile(nn.Sequential(nn.ReLU())),
+            "returned an OptimizedModule, which cannot be divided; return the module itself, "
+            "before torch.compile, and use --compile",
+        ),
+        (
+            lambda: torch.jit.script(nn.Sequential(nn.ReLU())),
+            "model() returned a RecursiveScriptModule, which cannot be divided",
+        ),
         ([nn.ReLU(), 3], "layer 1 of model() is an int; make it an nn.Module or a function"),
     ],
 )

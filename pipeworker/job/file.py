@@ -263,6 +263,12 @@ def notes(job: JobFile, options: Options) -> tuple[str, ...]:
 
 
 Entry = nn.Module | Callable[[], nn.Module]
+_SCRIPTED = "return the module itself, before torch.jit"
+_INSTEAD = {
+    "OptimizedModule": "return the module itself, before torch.compile, and use --compile",
+    **dict.fromkeys(("RecursiveScriptModule", "ScriptModule", "TopLevelTracedModule"), _SCRIPTED),
+}
+"""What to return instead of a whole model that torch has compiled, by the name of its class."""
 
 
 def is_sequence(model: Any) -> bool:
@@ -293,6 +299,8 @@ def entries(
     `make` returns the model, and `cut` the layers of one that is none for `is_layers`.
     """
     model = make(job)
+    if instead := _INSTEAD.get(type(model).__name__):
+        raise UsageError(f"model() returned {a_type(model)}, which cannot be divided; {instead}")
     layers: dict[str, Entry]
     if not is_layers(model) and cut is not None:
         layers = {**cut(model)}
