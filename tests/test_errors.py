@@ -195,7 +195,8 @@ TRAINING = {
         "type('Odd', (nn.Module,), {'forward': lambda self, x: {'x': x, 'odd': {1, 2}}})()",
         1,
         r"a set cannot pass from one stage to the next: only tensors and plain values .* can"
-        r".*(\n.*)?stage 0, .*micro-batch 0, step 1",
+        r".*; convert it in the layer, as by list\(\), item\(\) or str\(\)"
+        r"(\n.*)?stage 0, .*micro-batch 0, step 1",
     ),
     "a buffer on two stages": (
         "return nn.Sequential(",

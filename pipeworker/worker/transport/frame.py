@@ -128,7 +128,8 @@ def flatten(
         else:
             reason = (
                 "only tensors and plain values (numbers, strings, bytes, None, slices, ranges, "
-                "dtypes) can, in tuples, lists and dicts"
+                "dtypes) can, in tuples, lists and dicts; convert it in the layer, as by list(), "
+                "item() or str()"
             )
             if is_dataclass(item):
                 register = f"torch.export.register_dataclass({type(item).__name__})"
