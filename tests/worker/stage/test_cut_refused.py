@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -285,6 +287,13 @@ def test_a_line_of_code_without_a_file_is_named_as_such() -> None:
     line = r"at line 3 of code that has no file \(<string>, in way\): an if"
     with pytest.raises(UsageError, match=r"^layer 1 \(.*\): .* " + line):
         plan_of(Any3(made["way"]), NO_TYPES, torch.randn(4, WIDTH))
+
+
+def test_a_line_of_no_user_is_not_that_of_the_process() -> None:
+    code = "from pipeworker.worker.stage.cut.calls import line_of_the_user as f; print(f())"
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout == "an unknown line\n"
 
 
 def test_a_unit_that_needs_numbers_keeps_a_value_too() -> None:

@@ -30,6 +30,7 @@ _METADATA = frozenset(
 """Functions that read a tensor's shape, dtype or device, and no number of it."""
 _TENSORS = frozenset({"T", "mT", "H", "mH", "data", "grad", "real", "imag"})
 """Attributes of a tensor that are tensors."""
+_UNKNOWN = "an unknown line"
 
 
 def name_of(func: Any) -> str:
@@ -56,14 +57,16 @@ def is_in_place(name: str) -> bool:
 def line_of_the_user() -> str:
     """Return the file and line of the user's or a library's code that called torch now."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_SHOWN):
-        frame = frame.f_back  # type: ignore[assignment]
-    return _line(frame.f_code, frame.f_lineno) if frame is not None else "?"
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_SHOWN):
+        frame = frame.f_back
+    if frame.f_back is None:  # the command of a process, which is pipeworker's
+        return _UNKNOWN
+    return _line(frame.f_code, frame.f_lineno)
 
 
 def line_of_error(error: BaseException) -> str:
     """Return the last file and line of the user's or a library's code that raised an error."""
-    found = "?"
+    found = _UNKNOWN
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
