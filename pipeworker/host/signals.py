@@ -95,16 +95,16 @@ def deferred_interrupt(numbers: Iterable[int] = (signal.SIGINT,)) -> Iterator[No
 
 @contextmanager
 def reported_interrupt(report: Callable[[], bool]) -> Iterator[None]:
-    """Call `report` at the first SIGINT in the context; if it returns True, that is its effect.
+    """Call `report` at the first interrupt in the context; if it returns True, that is its effect.
 
-    A second SIGINT raises KeyboardInterrupt. Outside of the main thread, and where the program has
-    a handler of its own, nothing changes.
+    An interrupt is SIGINT, or another signal of a job's end that raises KeyboardInterrupt. A second
+    one raises it. Outside of the main thread, and where the program has a handler of its own,
+    nothing changes.
     """
-    before = signal.getsignal(signal.SIGINT)
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or before is not signal.default_int_handler:
-        yield
-        return
+    raises = signal.default_int_handler
+    numbers = [one for one in (signal.SIGINT, *_ENDS) if signal.getsignal(one) is raises]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []
     reported = False
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -113,8 +113,10 @@ def reported_interrupt(report: Callable[[], bool]) -> Iterator[None]:
             signal.default_int_handler(number, frame)
         reported = True
 
-    signal.signal(signal.SIGINT, handle)
+    for one in numbers:
+        signal.signal(one, handle)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for one in numbers:
+            signal.signal(one, raises)

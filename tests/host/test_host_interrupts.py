@@ -45,6 +45,21 @@ def test_the_first_interrupt_is_reported_and_the_second_takes_effect() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_an_end_that_raises_as_an_interrupt_is_reported_too() -> None:
+    """So it does before a job starts, and in one that runs in the foreground."""
+    reports: list[int] = []
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with reported_interrupt(lambda: not reports.append(1)):  # type: ignore[func-returns-value]
+            signal.raise_signal(signal.SIGTERM)
+            assert reports == [1]
+            with pytest.raises(KeyboardInterrupt):
+                interrupt()
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_an_interrupt_that_cannot_be_reported_takes_effect() -> None:
     with pytest.raises(KeyboardInterrupt), reported_interrupt(lambda: False):
         interrupt()
