@@ -111,6 +111,14 @@ _view = _find("torch.ops.aten._unsafe_view.default")
 _uses: Callable[[int], int] = _find("torch._C._storage_Use_Count")
 
 
+def ignores_statistics(node: Any) -> bool:
+    """Return whether a graph's node is a batch norm in training, which saves what it does not use.
+
+    For speed: without it, running statistics would be copied in each forward.
+    """
+    return bool(getattr(node, "_saved_training", False))
+
+
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return ``Function.apply`` without its handling of functorch's wrappers, which no stage has.
 

@@ -104,10 +104,9 @@ def _prefix_works() -> bool:
     plain = _node(torch.tanh(_leaf()))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         hooked = _node(torch.tanh(_leaf()))
-    hooks = [
-        getattr(node, f"{internals.SAVED_PREFIX}result").unpack_hook for node in (plain, hooked)
-    ]
-    return hooks[0] is None and callable(hooks[1])
+    saved = [getattr(node, f"{internals.SAVED_PREFIX}result") for node in (plain, hooked)]
+    tensors = all(isinstance(one.data, torch.Tensor) for one in saved)
+    return tensors and saved[0].unpack_hook is None and callable(saved[1].unpack_hook)
 
 
 def _sparse_parts_work() -> bool:

@@ -113,13 +113,17 @@ class Offload:
     def begin(self) -> None:
         """Start a mini-batch: parameters and buffers may be other tensors than before."""
         own = (t for layer in self._layers for t in (*layer.parameters(), *layer.buffers()))
-        self._own = frozenset(_addresses(own))
+        self._own = frozenset(addresses_of(own))
+
+    def leave(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leave more tensors of the layers on the device until the next mini-batch."""
+        self._own = self._own.union(addresses_of(tensors))
 
     @contextmanager
     def saving(self, mb: MicroBatch) -> Iterator[None]:
         """Start to copy to the host what the forward inside the context saves for backward."""
         arrived = [tensor for tensors, _ in mb.arrived.values() for tensor in tensors]
-        inputs = _addresses(distinct_tensors((mb.value, mb.target, arrived)))
+        inputs = addresses_of(distinct_tensors((mb.value, mb.target, arrived)))
         saved = mb.offloaded = SavedGraph(self._copies, self._own.union(inputs))
         with saved_tensors_hooks(saved.pack, Packed.unpack):
             yield
@@ -172,7 +176,7 @@ class SavedGraph:
     def end_forward(self, output: Iterable[torch.Tensor]) -> None:
         """End the forward: storages that its output keeps on the device stay."""
         self._mark = self._copies.mark()
-        kept = {*_addresses(output)}
+        kept = {*addresses_of(output)}
         for (address, *_), memory in self._storages.items():
             if address in kept:
                 memory.stay()
@@ -202,9 +206,10 @@ class SavedGraph:
 class _Storage:
     """A storage: on the device, in the host's memory, or both while it is copied."""
 
-    __slots__ = ("__weakref__", "_copies", "_on_device", "_on_host")
+    __slots__ = ("__weakref__", "_copies", "_on_device", "_on_host", "address")
 
     def __init__(self, whole: torch.Tensor, copies: Copies) -> None:
+        self.address = whole.data_ptr()
         self._copies = copies
         self._on_device: torch.Tensor | None = whole
         self._on_host: torch.Tensor | None = copies.out(whole)
@@ -246,6 +251,13 @@ class Packed:
             self._view = tensor.storage_offset(), tensor.size(), tensor.stride()
             self._tensor = counter_of(tensor)
 
+    @property
+    def address(self) -> int | None:
+        """The address at which the tensor's storage was when it was saved; None if it has none."""
+        if self._storage is not None:
+            return self._storage.address
+        return next(addresses_of((self._tensor,)), None)
+
     def unpack(self) -> torch.Tensor:
         """Return the tensor, with its strides and alignment.
 
@@ -280,7 +292,8 @@ def _counted_part(tensor: torch.Tensor) -> tuple[Any, ...]:
     return owner.storage_offset(), owner.size(), owner.stride()
 
 
-def _addresses(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
+def addresses_of(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
+    """Yield the addresses of the storages of those tensors that have one."""
     for tensor in tensors:
         if tensor.layout is torch.strided and not nn.parameter.is_lazy(tensor):
             yield tensor.untyped_storage().data_ptr()

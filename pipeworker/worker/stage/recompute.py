@@ -12,6 +12,15 @@ from torch import nn
 
 from pipeworker.worker.internals import buffers_of, version_of
 from pipeworker.worker.stage.microbatch import MicroBatch
+from pipeworker.worker.stage.slots import (
+    ABSENT,
+    Copies,
+    Slot,
+    copy_of,
+    get_slot,
+    is_same,
+    set_slot,
+)
 
 _state = threading.local()
 
@@ -23,12 +32,6 @@ def is_recomputing() -> bool:
     outside of pipeworker. It must not change what the layer computes. torchgpipe offers the same.
     """
     return getattr(_state, "recomputing", False)
-
-
-_Slot = tuple[nn.Module, str]
-"""A module, and the name of a buffer, or of an attribute that is a tensor."""
-_Copies = dict[int, torch.Tensor]
-"""Copies by the id of the buffer: a buffer that two modules share is copied once."""
 
 
 class Buffers:
@@ -44,34 +47,37 @@ class Buffers:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._modules = [*nn.ModuleList(layers).modules()]  # each once
-        # A module of torch.jit.script has no dict to iterate over.
-        self._slots: list[_Slot] = [(m, n) for m in self._modules for n, _ in buffers_of(m).items()]
-        self._assigned: set[_Slot] = set()
+        self._slots: list[Slot] = []
+        self._assigned: set[Slot] = set()
         """Attributes that each forward assigns: their old values need no copy."""
-        self._changing: list[_Slot] | None = None
-        self._unchanged: dict[_Slot, _Copied] = {}
-        self._until: dict[_Slot, torch.Tensor | None] = {}
+        self._changing: list[Slot] | None = None
+        self._unchanged: dict[Slot, _Copied] = {}
+        self._until: dict[Slot, torch.Tensor | None] = {}
         """Values of buffers that began to change later, from before their first change."""
 
     @contextmanager
     def first_forward(self, mb: MicroBatch) -> Iterator[None]:
         """Keep the values from which the forward inside the context starts."""
-        copies: _Copies = {}
+        copies: Copies = {}
         for slot in self._changed():  # by code outside of forward
-            self._unchanged[slot] = _Copied(slot, _copy(_get(slot), copies))
+            self._unchanged[slot] = _Copied(slot, copy_of(get_slot(slot), copies))
         slots, attributes = self._changing, {}
         if slots is None:
-            slots, attributes = self._slots, self._attributes(copies)
+            # A module of torch.jit.script has no dict to iterate over.
+            slots = [(m, name) for m in self._modules for name, _ in buffers_of(m).items()]
+            self._slots, attributes = slots, self._attributes(copies)
         mb.buffers_before = [
-            (slot, _value(slot) if slot in self._assigned else _copy(_get(slot), copies))
+            (slot, _value(slot) if slot in self._assigned else copy_of(get_slot(slot), copies))
             for slot in slots
         ]
         yield
         if self._changing is None:
-            new = self._new_attributes(attributes)
+            new = [*self._new_attributes(attributes), *self._new_buffers()]
             # By value: batch norm changes its statistics without a trace in their version.
             mb.buffers_before = [
-                (slot, value) for slot, value in mb.buffers_before if not _same(_get(slot), value)
+                (slot, value)
+                for slot, value in mb.buffers_before
+                if not is_same(get_slot(slot), value)
             ]
             # A buffer that was None now exists, and is hardly ever created again.
             self._changing = [slot for slot, value in mb.buffers_before if value is not None]
@@ -80,40 +86,50 @@ class Buffers:
             copies = {}
             for slot in self._slots:
                 if slot not in self._changing:
-                    self._unchanged[slot] = _Copied(slot, _copy(_get(slot), copies))
+                    self._unchanged[slot] = _Copied(slot, copy_of(get_slot(slot), copies))
         for slot in self._changed():
             self._changing.append(slot)
             self._until[slot] = self._unchanged.pop(slot).copy
         mb.buffers_before = mb.buffers_before or None
 
-    def _attributes(self, copies: _Copies) -> dict[_Slot, tuple[Any, Any]]:
+    def _attributes(self, copies: Copies) -> dict[Slot, tuple[Any, Any]]:
         """Return the attributes of all modules; of those that are tensors, copies too."""
         return {
             (module, name): (
                 value,
-                _copy(value, copies) if isinstance(value, torch.Tensor) else value,
+                copy_of(value, copies) if isinstance(value, torch.Tensor) else value,
             )
             for module in self._modules
             for name, value in vars(module).items()
         }
 
-    def _new_attributes(self, before: dict[_Slot, tuple[Any, Any]]) -> list[tuple[_Slot, Any]]:
+    def _new_attributes(self, before: dict[Slot, tuple[Any, Any]]) -> list[tuple[Slot, Any]]:
         """Return the tensors that the very first forward has made of attributes; their old values.
 
         A tensor that it has changed in place is one of them.
         """
-        found: list[tuple[_Slot, Any]] = []
+        found: list[tuple[Slot, Any]] = []
         for module in self._modules:
             for name, value in vars(module).items():
-                old, copy = before.get((module, name), (_ABSENT, _ABSENT))
-                if not isinstance(value, torch.Tensor) or (old is value and _same(value, copy)):
+                old, copy = before.get((module, name), (ABSENT, ABSENT))
+                if not isinstance(value, torch.Tensor) or (old is value and is_same(value, copy)):
                     continue
                 if old is not value:
                     self._assigned.add((module, name))
                 found.append(((module, name), copy))
         return found
 
-    def _changed(self) -> list[_Slot]:
+    def _new_buffers(self) -> list[tuple[Slot, Any]]:
+        """Return the buffers that the very first forward has registered, as absent before it."""
+        known = {*self._slots}
+        return [
+            ((module, name), ABSENT)
+            for module in self._modules
+            for name, value in buffers_of(module).items()
+            if value is not None and (module, name) not in known
+        ]
+
+    def _changed(self) -> list[Slot]:
         """Return the buffers, so far unchanged, of each module with a buffer that has changed.
 
         A change of the module's other buffers may leave no trace in their version.
@@ -125,71 +141,37 @@ class Buffers:
     def second_forward(self, mb: MicroBatch) -> Iterator[None]:
         """Give the forward inside the context the buffers of the first; undo its changes after."""
         before, mb.buffers_before = dict(mb.buffers_before or ()), None
-        copies: _Copies = {}
+        copies: Copies = {}
         for slot, value in self._until.items():
             if slot not in before:
-                before[slot] = _copy(value, copies)
-        after = [(slot, _get(slot)) for slot in before]
+                before[slot] = copy_of(value, copies)
+        after = [(slot, get_slot(slot)) for slot in before]
         for slot, value in before.items():
-            _set(slot, value)
+            set_slot(slot, value)
         _state.recomputing = True
         try:
             yield
         finally:
             _state.recomputing = False
             for slot, value in after:
-                _set(slot, value)
+                set_slot(slot, value)
 
 
-_ABSENT = object()
-"""In the place of an attribute that there is not."""
-
-
-def _get(slot: _Slot) -> Any:
-    module, name = slot
-    buffers = buffers_of(module)
-    return buffers[name] if name in buffers else vars(module).get(name)
-
-
-def _set(slot: _Slot, value: Any) -> None:
-    module, name = slot
-    if name in buffers_of(module):
-        buffers_of(module)[name] = value
-    elif value is _ABSENT:
-        vars(module).pop(name, None)
-    else:
-        vars(module)[name] = value
-
-
-def _value(slot: _Slot) -> Any:
+def _value(slot: Slot) -> Any:
     """Return an attribute; if it is a tensor, without the graph behind it."""
-    value = _get(slot)
+    value = get_slot(slot)
     return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-def _copy(value: torch.Tensor | None, copies: _Copies) -> torch.Tensor | None:
-    if value is None:
-        return None
-    if id(value) not in copies:
-        copies[id(value)] = value.detach().clone()
-    return copies[id(value)]
 
 
 class _Copied:
     """A copy of a buffer, and its identity and version at that time."""
 
-    def __init__(self, slot: _Slot, copy: torch.Tensor | None) -> None:
+    def __init__(self, slot: Slot, copy: torch.Tensor | None) -> None:
         self.copy = copy
-        self._buffer = _get(slot)
+        self._buffer = get_slot(slot)
         self._version = 0 if self._buffer is None else version_of(self._buffer)
 
-    def differs(self, slot: _Slot) -> bool:
+    def differs(self, slot: Slot) -> bool:
         """Return whether the buffer was assigned, or its version counter changed."""
-        now = _get(slot)
+        now = get_slot(slot)
         return now is not self._buffer or (now is not None and version_of(now) != self._version)
-
-
-def _same(now: torch.Tensor | None, before: torch.Tensor | None) -> bool:
-    if now is None or before is None:
-        return now is before
-    return now.shape == before.shape and torch.equal(now, before)

@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,8 +31,9 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from pipeworker.worker.internals import SAVED_PREFIX, AccumulateGrad, engine
+from pipeworker.worker.internals import AccumulateGrad, engine
 from pipeworker.worker.stage.offload import Packed
+from pipeworker.worker.stage.saved_buffers import saved_names
 
 _Edges = tuple[tuple[Node | None, int], ...]
 
@@ -200,15 +200,10 @@ class _Graph:
 
 def _unpacked_by_hook(node: Node) -> bool:
     """Return whether hooks unpack something that the node saved."""
-    for name in _saved_names(type(node)):
+    for name in saved_names(type(node)):
         saved = getattr(node, name)
         for one in saved if isinstance(saved, tuple) else (saved,):
             hook = getattr(one, "unpack_hook", None)
             if hook is not None and hook is not Packed.unpack:  # our own hook may be called again
                 return True
     return False
-
-
-@lru_cache(maxsize=1024)
-def _saved_names(kind: type) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith(SAVED_PREFIX))

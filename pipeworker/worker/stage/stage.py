@@ -28,6 +28,7 @@ from pipeworker.worker.stage.microbatch import (
 )
 from pipeworker.worker.stage.offload import Copies, Offload
 from pipeworker.worker.stage.recompute import Buffers
+from pipeworker.worker.stage.saved_buffers import SavedBuffers
 from pipeworker.worker.stage.values import (
     checksums,
     describe,
@@ -72,6 +73,7 @@ class Stage:
         self._buffers = Buffers(self.layers)
         self._borrowing = config.borrowing
         self._offload = Offload(self.layers, copies) if copies is not None else None
+        self._saved = SavedBuffers(self.layers, self._offload)
         self._input_changes: bool | None = None
         self._weights = [*nn.ModuleList(self.layers).parameters()]  # each once
         self._watched = _WATCHED
@@ -99,11 +101,11 @@ class Stage:
     def forward(self, mb: MicroBatch) -> None:
         """Run the layers: sets ``outgoing`` and ``departing``, or the loss on the last stage."""
         if not mb.recompute:
-            if self._offload is None or not mb.offload:
-                mb.output = self._run(mb, mb.value, mb.arrived, Phase.FORWARD)
+            if self._saved.is_empty:
+                self._keep_graph(mb)
             else:
-                with self._offload.saving(mb):
-                    mb.output = self._run(mb, mb.value, mb.arrived, Phase.FORWARD)
+                with self._saved.forward(mb):
+                    self._keep_graph(mb)
             return
         # The graph of this forward is dropped at once. It is built nevertheless: kernels may depend
         # on grad mode, and only the graph shows which outputs require grad. Its peak memory is
@@ -127,6 +129,14 @@ class Stage:
                 f"stage {self.index}: a layer changed the stage's input in place, as none had in "
                 "the first forward; use --recompute never for such a layer"
             )
+
+    def _keep_graph(self, mb: MicroBatch) -> None:
+        """Run the layers; their graph stays until the backward."""
+        if self._offload is None or not mb.offload:
+            mb.output = self._run(mb, mb.value, mb.arrived, Phase.FORWARD)
+        else:
+            with self._offload.saving(mb):
+                mb.output = self._run(mb, mb.value, mb.arrived, Phase.FORWARD)
 
     def recompute(self, mb: MicroBatch) -> None:
         """Run the layers again, and keep what backward needs."""

@@ -59,6 +59,37 @@ def test_the_second_forward_sees_what_the_first_saw(kind: type[Counter]) -> None
         assert layer.count.item() == 4 * (step + 1)
 
 
+class Registering(nn.Module):
+    """Registers its buffer in its first forward."""
+
+    count: torch.Tensor
+
+    def forward(self) -> float:
+        if not hasattr(self, "count"):
+            self.register_buffer("count", torch.zeros(()))
+        self.count += 1
+        return self.count.item()
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_buffer_may_be_registered_in_the_very_first_forward(kept: int) -> None:
+    layer = Registering()
+    buffers = Buffers([layer])
+    for _ in range(kept):
+        layer()  # the graphs of these are not recomputed
+    for step in range(2):
+        first, second = [], []
+        mbs = microbatches(3)
+        for mb in mbs:
+            with buffers.first_forward(mb):
+                first.append(layer())
+        for mb in mbs:
+            with buffers.second_forward(mb):
+                second.append(layer())
+        assert first == second == [kept + 3.0 * step + m + 1 for m in range(3)]
+        assert layer.count.item() == kept + 3 * (step + 1)
+
+
 class Remembering(nn.Module):
     """Keeps a tensor for its next forward in a plain attribute."""
 

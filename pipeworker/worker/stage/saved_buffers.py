@@ -1,0 +1,126 @@
+"""Buffers that graphs save: the next forward must not change what a backward still needs.
+
+The plain loop runs the backward of a micro-batch before the forward of the next one. A stage that
+keeps graphs runs several forwards first. If a forward changes a buffer in place and the graph has
+saved it, as in ``x * self.scale``, the backward would read what a later forward made of it. Some
+changes leave no trace in the tensor's version, as those of batch norm's kernels and of
+``buffer.data``, so torch would not notice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+
+from pipeworker.worker.internals import SAVED_PREFIX, buffers_of, ignores_statistics
+from pipeworker.worker.stage.microbatch import MicroBatch
+from pipeworker.worker.stage.offload import Offload, Packed, addresses_of
+from pipeworker.worker.stage.slots import Copies, Slot, copy_of, get_slot, is_same, set_slot
+from pipeworker.worker.stage.values import distinct_tensors
+
+_UNUSED = (f"{SAVED_PREFIX}running_mean", f"{SAVED_PREFIX}running_var")
+"""What a batch norm in training saves, and does not use."""
+
+
+class SavedBuffers:
+    """The buffers of a stage that its forwards change in place and its graphs save.
+
+    The very first forward that keeps its graph finds out which these are; most networks have none.
+    After each forward the layers continue with copies of them, and the graph keeps the originals.
+    A tensor in a plain attribute is treated as a buffer. Such tensors stay on the device.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], offload: Offload | None = None) -> None:
+        self._offload = offload
+        whole = nn.ModuleList(layers)
+        self._modules, self._weights = [*whole.modules()], [*whole.parameters()]
+        self._slots: list[Slot] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the stage is known to have no such buffer."""
+        return self._slots == []
+
+    @contextmanager
+    def forward(self, mb: MicroBatch) -> Iterator[None]:
+        """Leave to the graph of the forward inside the context what it saves."""
+        before = self._candidates() if self._slots is None else {}
+        yield
+        if self._slots is None:
+            self._slots = _saved_and_changed(before, mb.output)
+        copies: Copies = {}
+        for slot in self._slots:
+            set_slot(slot, copy_of(get_slot(slot), copies))
+        if copies and self._offload is not None:
+            self._offload.leave(copies.values())
+
+    def _candidates(self) -> dict[Slot, tuple[torch.Tensor, torch.Tensor]]:
+        """Return the tensors that a forward may change in place, with copies.
+
+        A tensor that shares its memory with another one is left out: a copy would not show what is
+        written to the other.
+        """
+        found = {
+            (module, name): value
+            for module in self._modules
+            for name, value in (*buffers_of(module).items(), *vars(module).items())
+            if isinstance(value, torch.Tensor)
+        }
+        distinct = {id(t): t for t in (*found.values(), *self._weights)}
+        uses: Counter[int | None] = Counter(addresses_of(distinct.values()))
+        return {
+            slot: (value, value.detach().clone())
+            for slot, value in found.items()
+            if not value.requires_grad and uses[_address(value)] == 1
+        }
+
+
+def _saved_and_changed(
+    before: dict[Slot, tuple[torch.Tensor, torch.Tensor]], output: Any
+) -> list[Slot]:
+    """Return the slots whose tensors the forward has changed in place and its graph has saved."""
+    changed = [
+        slot
+        for slot, (value, copy) in before.items()
+        if get_slot(slot) is value and not value.requires_grad and not is_same(value, copy)
+    ]
+    saved = {*_saved_storages(output)} if changed else ()
+    return [slot for slot in changed if _address(before[slot][0]) in saved]
+
+
+def _saved_storages(output: Any) -> Iterator[int | None]:
+    """Yield the addresses of the storages that the graph behind an output has saved."""
+    waiting: list[Node | None] = [tensor.grad_fn for tensor in distinct_tensors(output)]
+    seen: set[Node | None] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [other for other, _ in node.next_functions]
+        unused = _UNUSED if ignores_statistics(node) else ()
+        for name in saved_names(type(node)):
+            saved = () if name in unused else getattr(node, name)
+            for one in saved if isinstance(saved, tuple) else (saved,):
+                tensor = one.data
+                if isinstance(tensor, Packed | torch.Tensor):
+                    yield _address(tensor)
+
+
+def _address(tensor: Packed | torch.Tensor) -> int | None:
+    if isinstance(tensor, Packed):
+        return tensor.address
+    return next(addresses_of((tensor,)), None)
+
+
+@lru_cache(maxsize=1024)
+def saved_names(kind: type) -> tuple[str, ...]:
+    """Return the names of the attributes with what nodes of a kind have saved."""
+    return tuple(name for name in dir(kind) if name.startswith(SAVED_PREFIX))

@@ -1,0 +1,52 @@
+"""The places where modules keep tensors beside their parameters: buffers and attributes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeworker.worker.internals import buffers_of
+
+Slot = tuple[nn.Module, str]
+"""A module, and the name of a buffer, or of an attribute that is a tensor."""
+Copies = dict[int, torch.Tensor]
+"""Copies by the id of the buffer: a buffer that two modules share is copied once."""
+ABSENT = object()
+"""In the place of a buffer or an attribute that there is not."""
+
+
+def get_slot(slot: Slot) -> Any:
+    """Return what is in a slot; None if nothing is."""
+    module, name = slot
+    buffers = buffers_of(module)
+    return buffers[name] if name in buffers else vars(module).get(name)
+
+
+def set_slot(slot: Slot, value: Any) -> None:
+    """Put a value into a slot; ``ABSENT`` removes the buffer or the attribute."""
+    module, name = slot
+    if value is ABSENT:
+        buffers_of(module).pop(name, None)
+        vars(module).pop(name, None)
+    elif name in buffers_of(module):
+        buffers_of(module)[name] = value
+    else:
+        vars(module)[name] = value
+
+
+def copy_of(value: torch.Tensor | None, copies: Copies) -> torch.Tensor | None:
+    """Return a copy without the graph behind it, the same one for the same tensor."""
+    if value is None:
+        return None
+    if id(value) not in copies:
+        copies[id(value)] = value.detach().clone()
+    return copies[id(value)]
+
+
+def is_same(now: torch.Tensor | None, before: torch.Tensor | None) -> bool:
+    """Return whether two tensors have the same shape and values, or neither is there."""
+    if now is None or before is None:
+        return now is before
+    return now.shape == before.shape and torch.equal(now, before)

@@ -1,0 +1,119 @@
+"""Graphs that save buffers which later forwards change give the gradients of the plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pipeworker.host.position import Tracker
+from pipeworker.worker.stage.layers import StageConfig
+from pipeworker.worker.stage.microbatch import MicroBatch
+from pipeworker.worker.stage.offload import Copies
+from pipeworker.worker.stage.stage import Stage
+
+WIDTH = 3
+
+
+class Scale(nn.Linear):
+    """Multiplies by a buffer that it changes in place."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.change(y.detach().abs().amax(0))
+        return y * self.scale
+
+    def change(self, greatest: torch.Tensor) -> None:
+        self.scale.mul_(0.9).add_(greatest, alpha=0.1)
+
+
+class Untraced(Scale):
+    """Changes it without a trace in its version."""
+
+    def change(self, greatest: torch.Tensor) -> None:
+        self.scale.data.mul_(0.9).add_(greatest, alpha=0.1)
+
+
+class Attribute(Untraced):
+    """Has a tensor in a plain attribute in the buffer's place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.scale
+        self.scale = torch.ones(WIDTH)
+
+
+class Shared(Untraced):
+    """Has the same buffer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("again", self.scale)
+
+    def change(self, greatest: torch.Tensor) -> None:
+        assert self.again is self.scale
+        super().change(greatest)
+
+
+class Renorm(nn.Linear):
+    """Uses the statistics of a batch norm, whose kernel changes them."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, norm = super().forward(x), self.norm
+        normal: torch.Tensor = norm(y)
+        return normal + F.batch_norm(y, norm.running_mean, norm.running_var, training=False)
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).pow(2).mean()
+
+
+def layers(kind: type[nn.Module]) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(kind(), nn.Tanh(), kind(), nn.Linear(WIDTH, 1))
+
+
+def inputs(step: int) -> Sequence[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(4, 5, WIDTH, generator=generator).unbind()
+
+
+@pytest.mark.parametrize("recompute", [(), (0,), (1, 2, 3)])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("kind", [Scale, Untraced, Attribute, Shared, Renorm])
+def test_gradients_are_those_of_the_plain_loop(
+    kind: type[nn.Module], offload: bool, recompute: Sequence[int]
+) -> None:
+    net, plain = layers(kind), layers(kind)
+    config = StageConfig(0, 0, 3, torch.device("cpu"))
+    stage = Stage([*net], config, Tracker(), loss, Copies() if offload else None)
+    for step in range(3):
+        stage.begin(step)
+        mbs = []
+        for m, x in enumerate(inputs(step)):
+            mb = MicroBatch(m, 0.25, m in recompute, offload=offload and m not in recompute)
+            mb.value, mb.wants_grad, mb.target = x, (False,), torch.zeros(())
+            stage.forward(mb)
+            mbs.append(mb)
+            (loss(plain(x), torch.zeros(())) * 0.25).backward()  # type: ignore[no-untyped-call]
+        for mb in mbs:
+            if mb.recompute:
+                stage.recompute(mb)
+            stage.backward(mb)
+    for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+    for name, buffer in net.named_buffers():
+        assert torch.equal(buffer, plain.get_buffer(name)), name
