@@ -101,6 +101,34 @@ def test_nothing_is_read_again_when_a_worker_is_lost(
     assert "reading" not in run.stderr
 
 
+LOADED = (
+    READS.replace("def data():", "def generated():")
+    + """
+    class Items(torch.utils.data.Dataset):
+        def __len__(self):
+            return 36
+
+        def __getitem__(self, index):
+            if VICTIM and index == 30 and not Path("died").exists():
+                Path("died").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return torch.randn(8), index % 3
+
+    def data():
+        return torch.utils.data.DataLoader(Items(), batch_size=6, num_workers=2)
+"""
+)
+"""Processes of a loader load items; with an argument, one of them is killed once."""
+
+
+def test_a_killed_process_of_a_loader_is_replaced(jobs: Jobs, reference: Reference) -> None:
+    run = jobs.train(*WORDS, "--", "loader", source=LOADED)
+    assert (jobs.folder / "died").exists()
+    (cause,) = run.summary["causes"]
+    assert "a process of data() is gone: RuntimeError: DataLoader worker (pid" in cause
+    assert_same(run, reference(*WORDS, source=LOADED))
+
+
 GATED = gated(READS, "length = random", "number == 6")
 
 

@@ -42,6 +42,9 @@ _USE_LESS_MEMORY = (
 )
 _NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")
 """Parts of RuntimeErrors, of Python and of torch, for a thread that the system refuses."""
+_LOADER_LOST = "DataLoader worker (pid"
+"""Part of torch's RuntimeErrors for a process of a loader that is gone. A signal handler raises one
+of them wherever the main thread is, in data(), in a layer or in pipeworker's own code."""
 _USE_FEWER_THREADS = (
     "; the system grants no more threads or processes: raise the limit (ulimit -u, pids.max of the "
     "cgroup) or start fewer workers on this host"
@@ -192,15 +195,18 @@ def failure_of(
             message, shown = "KeyboardInterrupt", user_traceback(error)
         case _ if is_out_of_memory(error):
             message = f"{text(error)}{use_less}"
-        case _ if _is_out_of_threads(error):
+        case _ if _is_out_of_threads(error) or _is_loader_lost(error):
             message = text(error)
         case _:
             cause, message = Cause.INTERNAL, f"a defect in pipeworker: {text(error)}"
             shown = "".join(traceback.format_exception(error))
     if isinstance(error, UserCodeError) and isinstance(error.error, transient):
         cause = Cause.TRANSIENT
-    if _is_out_of_threads(error.error if isinstance(error, UserCodeError) else error):
+    origin = error.error if isinstance(error, UserCodeError) else error
+    if _is_out_of_threads(origin):
         cause, message = Cause.LOST, f"{message}{_USE_FEWER_THREADS}"  # others may end meanwhile
+    elif _is_loader_lost(origin):
+        cause, message, shown = Cause.LOST, f"a process of data() is gone: {text(origin)}", ""
     lacks = isinstance(error, NoTerminalError) and max(position.step, position.layer) >= 0
     message, shown = _shorten(message), _shorten(shown)
     return Failure(cause, message, rank, position, layer_class, shown, stage, status, lacks)
@@ -225,6 +231,11 @@ def _is_out_of_threads(error: BaseException) -> bool:
     return isinstance(error, BlockingIOError) or (
         isinstance(error, RuntimeError) and any(part in message_of(error) for part in _NO_THREAD)
     )
+
+
+def _is_loader_lost(error: BaseException) -> bool:
+    """Return whether a process of a ``DataLoader`` was killed or has exited."""
+    return isinstance(error, RuntimeError) and _LOADER_LOST in message_of(error)
 
 
 def problem(error: BaseException) -> str:

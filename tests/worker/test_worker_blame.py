@@ -176,6 +176,25 @@ def test_a_thread_or_process_that_the_system_refuses_is_a_loss(error: BaseExcept
     assert line.startswith(("RuntimeError", "BlockingIOError", "data() raised", "layer 5 (Lin"))
 
 
+LOADER_KILLED = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        LOADER_KILLED,  # torch's signal handler raises it anywhere
+        RuntimeError("DataLoader worker (pid(s) 7, 8) exited unexpectedly"),
+        raised_by(LOADER_KILLED, "data()"),
+        raised_by(LOADER_KILLED, layer(5, "Linear")),
+    ],
+)
+def test_a_process_of_a_loader_that_is_gone_is_a_loss(error: BaseException) -> None:
+    failure = failure_of(error, 2, FORWARD, "Linear")
+    assert failure.cause is Cause.LOST
+    assert failure.message.startswith("a process of data() is gone: RuntimeError: DataLoader work")
+    assert not failure.traceback
+
+
 def test_a_layer_that_cannot_be_offloaded_is_advised_another_mode() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         derived: torch.Tensor = torch.func.grad(lambda v: v.square().sum())(x)
