@@ -27,6 +27,7 @@ from pipeworker.record.checkpoint.param_groups import (
     SavedOptimizer,
     scheduler_state_for,
 )
+from pipeworker.record.checkpoint.snapshot_memory import MEMORY
 from pipeworker.record.checkpoint.stage_state import (
     OptimizerState,
     StageState,
@@ -84,9 +85,19 @@ def check_fits(
         for index, layer, state in stage.indexed():
             saved.compare(index, layer, state, diff)
     if diff:
-        where = files[0].model.parent
-        raise UsageError(f"the checkpoint {where} is of another model: {diff}")
+        raise UsageError(_misfit(files[0].model.parent, diff))
     return saved
+
+
+def _misfit(folder: Path, diff: StateDictDiff) -> str:
+    """Return the message for state that is not the model's, from files of this folder."""
+    if folder == MEMORY:
+        return (
+            f"the snapshot in memory is not of the model that model() builds: {diff}; if a forward "
+            "registers a buffer or changes its shape, leave it out of the state dict "
+            "(persistent=False) or register it in __init__ as it will be"
+        )
+    return f"the checkpoint {folder} is of another model: {diff}"
 
 
 def restored_position(files: Sequence[WorkerFiles]) -> dict[str, Any]:

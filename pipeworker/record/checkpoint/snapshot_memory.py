@@ -28,6 +28,8 @@ from pipeworker.record.files.located import located
 
 Chunk = memoryview
 """Bytes of a file, valid until the next ones are requested."""
+MEMORY = Path("/proc/self/fd")
+"""The folder in which this process can read the files of memory."""
 _CHUNK = 1 << 18
 _NICENESS = 10
 
@@ -51,7 +53,7 @@ class SnapshotMemory:
     @property
     def paths(self) -> tuple[Path, Path, Path]:
         """The paths by which this process can read the files."""
-        model, optimizer, state = (Path(f"/proc/self/fd/{handle}") for handle in self.handles)
+        model, optimizer, state = (MEMORY / str(handle) for handle in self.handles)
         return model, optimizer, state
 
     @property

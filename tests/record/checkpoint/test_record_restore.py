@@ -6,7 +6,7 @@ import copy
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import cycle, permutations
 from pathlib import Path
 from typing import Any
@@ -328,6 +328,17 @@ def test_all_mismatches_are_named_and_nothing_changes(tmp_path: Path) -> None:
         "bfloat16 for [8] float32), 7.weight ([3, 9] float32 for [3, 8] float32)"
     )
     assert_same(stages.state(), before)
+
+
+def test_a_snapshot_that_does_not_fit_is_named_without_a_path() -> None:
+    saved, built = (nn.ParameterDict({name: nn.Parameter(torch.ones(1))}) for name in "ab")
+    names, memory = LayerNames(("0",)), SnapshotMemory()
+    with closing(memory):
+        part = StageState(names, [saved], [saved.state_dict()])
+        assert SnapshotBuffer(memory).fill(STEPS, [part], ())
+        own = StageState(names, [built], [built.state_dict()])
+        with pytest.raises(UsageError, match=r"^the snapshot in memory is not of the model that"):
+            restore([WorkerFiles(*memory.paths)], [own])
 
 
 def test_a_long_list_of_names_is_shortened(tmp_path: Path) -> None:
