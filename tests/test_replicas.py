@@ -205,6 +205,67 @@ UNLIKE = JOB.replace("import torch", "import os\n    import torch", 1).replace(
 """A job whose third mini-batch differs between processes."""
 
 
+BUFFERS = """
+    import torch
+    from torch import nn
+
+    class Mean(nn.Linear):
+        def __init__(self):
+            super().__init__(8, 8)
+            self.register_buffer("mean", None, persistent=False)
+            self.register_buffer("table", torch.ones(4096, 8))
+
+        def forward(self, x):
+            y = super().forward(x)
+            if self.training:
+                mean = y.detach().mean(0)
+                self.mean = mean if self.mean is None else self.mean.lerp(mean, 0.1)
+                self.table.data[-1].lerp_(mean, 0.1)  # leaves no trace in its version
+            return torch.tanh(y - self.mean + self.table[-1])
+
+    class Fitted(nn.Linear):
+        fitted = False
+
+        def forward(self, x):
+            if not self.fitted:  # by the first micro-batch of this replica
+                self.weight.data.div_(x.std())
+                self.fitted = True
+            return super().forward(x)
+
+    def model():
+        return nn.Sequential(Mean(), Mean(), Mean(), nn.Linear(8, 8))
+
+    def loss(output, target):
+        return nn.functional.cross_entropy(output, target)
+
+    def optimizer(params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    def data():
+        while True:
+            x = torch.randn(12, 8)
+            yield x, x.argmax(1)
+"""
+"""Layers with buffers that a forward creates, or changes without a trace."""
+
+
+def test_all_buffers_that_a_forward_changes_are_those_of_replica_0(jobs: Jobs) -> None:
+    words = ("--replicas", "2", "--microbatches", "4")
+    whole = jobs.train("--stages", "2", "--steps", "6", *words, source=BUFFERS)
+    path = jobs.train("--stages", "1", "--steps", "3", *words, source=BUFFERS).path
+    jobs.train("--resume", "--stages", "2", "--steps", "6", "--run-dir", str(path), source=BUFFERS)
+    assert_same(Record(path), whole)
+
+
+def test_weights_that_a_forward_changes_by_its_own_samples_are_an_error(jobs: Jobs) -> None:
+    source = BUFFERS.replace("nn.Sequential(Mean()", "nn.Sequential(Fitted(8, 8)")
+    words = ("--stages", "2", "--microbatches", "4", "--steps", "2")
+    run = jobs.run(*words, "--replicas", "2", source=source)
+    assert run.status == 2
+    assert "stage 0: its weights differ between the replicas before their first upd" in run.stderr
+    jobs.train(*words, source=source)
+
+
 def test_replicas_that_read_different_data_fail(jobs: Jobs) -> None:
     run = jobs.run("--stages", "2", "--replicas", "2", "--microbatches", "4", source=UNLIKE)
     assert run.status == 1

@@ -6,12 +6,13 @@ to all (SUM). Each receives the sums of the others (GATHER). All receive the sam
 stay bitwise equal.
 
 Buffers that a forward changes take the values of replica 0, as under DDP's ``broadcast_buffers``.
+Weights that a forward changes are not made equal: an error reports them before the first update.
 Deferred batch norm takes the micro-batches of all replicas into account, in their order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress
 
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 from pipeworker.errors import SnapshotLost, UsageError
 from pipeworker.worker.internals import buffers_of, version_of
 from pipeworker.worker.stage.stage import Stage
-from pipeworker.worker.stage.values import bits_of
+from pipeworker.worker.stage.values import bits_of, checksums
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.update.replicas import Gradients, Piece, Weights
 
@@ -67,18 +68,20 @@ class Reduction:
         changed, and True."""
         self._present: list[list[bool]] = []
         """By replica and parameter, whether there is a gradient."""
+        self._compares, self._checksum = True, 0
+        """Whether no update was made yet, so all must have the same weights; their checksum."""
 
     def begin(self, signature: int, *, whole: bool) -> None:
         """Begin a mini-batch; with `whole`, the gradients of the step are complete after it."""
         trained = [(name, p) for name, p in self._layers.named_parameters() if p.requires_grad]
         if [id(p) for _, p in trained] != [id(p) for p in self._gradients.parameters]:
             self._gradients = Gradients(trained, self._replicas)
+        self._buffers.begin()
         self._reduces_gradients = whole and bool(trained)
         self._parts = self._gradients.parts if self._reduces_gradients else [()] * self._replicas
         self._takes_part = (
             self._reduces_gradients or bool(self._buffers) or bool(self._stage.deferred)
         )
-        self._buffers.begin()
         for origin, receiver in self._receivers.items():
             expected = [_FLAGS] if self._takes_part else []
             expected += range(1, 1 + len(self._parts[self._replica]))
@@ -89,18 +92,20 @@ class Reduction:
     def scatter(self) -> None:
         """Send every other replica the part of the gradients that it adds up.
 
-        The first frame has flags of shape ``[parameters + large buffers + 1]`` and the moments of
-        deferred batch norm; each further frame a piece of the gradients, as tensors of shape
-        ``[elements]``.
+        The first frame has flags of shape ``[parameters + large buffers + 1]``, a checksum of the
+        weights and the moments of deferred batch norm; each further frame a piece of the gradients,
+        as tensors of shape ``[elements]``.
         """
         if not self._takes_part:
             return
         present = self._gradients.begin() if self._reduces_gradients else []
         self._flags = [*present, *self._buffers.changes(), True]
         flags = torch.tensor(self._flags, dtype=torch.uint8)
-        moments = self._stage.deferred.moments()
+        weights = [*self._layers.parameters()] if self._compares else []
+        self._checksum = sum(checksums(weights))
+        frame = [flags, torch.tensor([self._checksum]), *self._stage.deferred.moments()]
         for goal, sender in self._senders.items():
-            sender.send(_FLAGS, [flags, *moments])
+            sender.send(_FLAGS, frame)
             for number, piece in enumerate(self._parts[goal], 1):
                 sender.send(number, self._gradients.read(piece))
 
@@ -117,12 +122,20 @@ class Reduction:
                 f"stage {self._stage.index}: its parameters that require grad, or its buffers, are "
                 "not the same on all replicas; build the same model on each"
             )
+        if any(int(frame[1][0]) != self._checksum for frame in first.values()):
+            raise UsageError(
+                f"stage {self._stage.index}: its weights differ between the replicas before their "
+                "first update, because a forward changes them by its own micro-batches, or model() "
+                "makes others in each process; change weights in the optimizer's step(), keep what "
+                "a forward changes in buffers, or use --replicas 1"
+            )
+        self._compares &= not self._reduces_gradients
         count = len(self._gradients.parameters) if self._reduces_gradients else 0
         self._present = [flags[r][:count] for r in replicas]
         self._buffers.choose([found[count:] for found in flags.values()])
         if self._stage.deferred:
             moments = self._stage.deferred.moments()
-            seen = [moments if r == own else first[r][1:] for r in replicas]
+            seen = [moments if r == own else first[r][2:] for r in replicas]
             self._stage.deferred.set_moments(seen)
         for origin, receiver in self._receivers.items():
             del first[origin]
@@ -230,30 +243,51 @@ class _Buffers:
 
     def __init__(self, stage: int, layers: nn.Module) -> None:
         self._stage = stage
-        modules = layers.modules()  # each once
-        slots = [(m, name) for m in modules for name, b in buffers_of(m).items() if b is not None]
+        self._modules = [*layers.modules()]  # each once
+        slots = [slot for slot, buffer in self._found() if buffer is not None]
         self._small = [slot for slot in slots if _get(slot).nbytes <= _SMALL]
         self._large = [slot for slot in slots if _get(slot).nbytes > _SMALL]
         self._chosen: list[_Slot] = []
         self._versions: list[tuple[torch.Tensor, int]] = []
+        self._copies: list[torch.Tensor] | None = None
+        """The large buffers before the first mini-batch."""
+        self._untraced: set[_Slot] = set()
+        """Large buffers that a forward changes without a trace in their version."""
+        self._is_needed = False
 
     def __bool__(self) -> bool:
-        return bool(self._small or self._large)
+        return self._is_needed
+
+    def _found(self) -> Iterator[tuple[_Slot, torch.Tensor | None]]:
+        for module in self._modules:
+            for name, buffer in buffers_of(module).items():
+                yield (module, name), buffer
 
     def begin(self) -> None:
         """Begin a mini-batch: detect changes from now on."""
+        self._is_needed = any(True for _ in self._found())  # a forward may fill one that is None
         self._versions = [(_get(slot), version_of(_get(slot))) for slot in self._large]
+        if self._copies is None:
+            self._copies = [_get(slot).detach().clone() for slot in self._large]
 
     def changes(self) -> list[bool]:
         """Return which of the large buffers have changed here."""
+        for slot, copy in zip(self._large, self._copies or (), strict=False):
+            if not torch.equal(bits_of(_get(slot)), bits_of(copy)):
+                self._untraced.add(slot)
+        self._copies = []
         return [
-            _get(slot) is not buffer or version_of(buffer) != version
+            slot in self._untraced or _get(slot) is not buffer or version_of(buffer) != version
             for slot, (buffer, version) in zip(self._large, self._versions, strict=True)
         ]
 
     def choose(self, changes: Sequence[Sequence[bool]]) -> None:
         """Choose the buffers to send: of the large ones those that any replica has changed."""
-        self._chosen = [*self._small, *compress(self._large, map(any, zip(*changes, strict=True)))]
+        known = {*self._small, *self._large}
+        found = (slot for slot, buffer in self._found() if buffer is not None)
+        created = [slot for slot in found if slot not in known]  # by a forward
+        chosen = compress(self._large, map(any, zip(*changes, strict=True)))
+        self._chosen = [*self._small, *created, *chosen]
 
     def pack(self) -> torch.Tensor:
         """Return the bytes of the chosen buffers, of shape ``[total size]``."""
