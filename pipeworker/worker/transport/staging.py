@@ -77,8 +77,13 @@ class BufferPool:
     def tensors_in(
         self, layouts: Sequence[Layout], buffers: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Return the received tensors of these layouts."""
-        return [unpack(buffer, layout) for buffer, layout in zip(buffers, layouts, strict=True)]
+        """Return the received tensors of these layouts.
+
+        Each counts its own changes in place (``.data``): a send of one that was received into the
+        same buffer before may not be complete yet, and is then compared with its count.
+        """
+        both = zip(buffers, layouts, strict=True)
+        return [unpack(buffer.data, layout) for buffer, layout in both]
 
     def _make(self, layout: Layout) -> torch.Tensor:
         self._total += math.prod(layout.packed) * layout.dtype.itemsize

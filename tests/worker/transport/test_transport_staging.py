@@ -15,12 +15,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from pipeworker.errors import PipeworkerError
 from pipeworker.host.task_thread import TaskThread
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.layout import ALIGNMENT, Layout, layout_of
 from pipeworker.worker.transport.links.link import Pending
 from pipeworker.worker.transport.send_thread import SendTask
 from pipeworker.worker.transport.staging import BufferPool
+from pipeworker.worker.transport.unchanged import Unchanged
 from support.device import EAGER, ORDERS, LateDevice
 from support.draws import draws
 from support.transport import MemoryLink
@@ -185,3 +187,22 @@ class PoolModel(RuleBasedStateMachine):
 
 TestPool = PoolModel.TestCase
 TestPool.settings = settings(max_examples=draws(25), stateful_step_count=40, deadline=None)
+
+
+def test_what_is_received_into_a_reused_buffer_counts_its_own_changes() -> None:
+    pool = BufferPool(partial(torch.empty, dtype=torch.uint8))
+    layout = layout_of(torch.zeros(4))
+    first = [pool.acquire(layout)]
+    (received,) = pool.tensors_in([layout], first)
+    sent = Unchanged("the tensor", [received.add_(1)])  # its send may complete late
+    del received
+    pool.release([layout], first)
+    second = [pool.acquire(layout)]
+    assert second[0] is first[0]
+    (received,) = pool.tensors_in([layout], second)
+    received.add_(1)
+    sent.check()
+    sent = Unchanged("the tensor", [received])
+    received.add_(1)
+    with pytest.raises(PipeworkerError, match="changed in place"):
+        sent.check()
