@@ -60,13 +60,18 @@ _ADVICE = {
         "\n  --recompute offload: the layer does not support the hooks that move saved tensors; "
         "choose another mode"
     ),
+    "modified by an inplace operation": (
+        "\n  a change in place: several micro-batches run forward before the first one runs "
+        "backward; change weights in the optimizer's step() or in before_update(), and use what a "
+        "hook on the backward changes in no forward"
+    ),
     "Expected more than 1 value per channel when training": (
         "\n  batch norm: this micro-batch is too small; use fewer --microbatches or larger "
         "mini-batches, and leave out a small last one (drop_last=True)"
     ),
 }
 """Advice by a part of torch's error: for an operation under ``use_deterministic_algorithms``, for
-hooks inside ``torch.func``, and for batch norm."""
+hooks inside ``torch.func``, for tensors that graphs have saved, and for batch norm."""
 
 
 class UserCodeError(Exception):

@@ -195,6 +195,17 @@ def test_a_process_of_a_loader_that_is_gone_is_a_loss(error: BaseException) -> N
     assert not failure.traceback
 
 
+def test_a_change_in_place_of_what_a_graph_has_saved_is_explained() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    product = (weight * weight).sum()
+    with torch.no_grad():
+        weight.clamp_(0, 0.5)
+    with pytest.raises(RuntimeError) as seen:
+        product.backward()  # type: ignore[no-untyped-call]
+    failure = failure_of(raised_by(seen.value, layer(5, "Linear")), 0, FORWARD)
+    assert "several micro-batches run forward before the first one runs back" in failure.message
+
+
 def test_a_layer_that_cannot_be_offloaded_is_advised_another_mode() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         derived: torch.Tensor = torch.func.grad(lambda v: v.square().sum())(x)
