@@ -344,7 +344,9 @@ def read_start(configuration: Configuration, options: Options, run_dir: RunDir) 
         found = Manifest.read(Path(path) / MANIFEST)
         fp16, step = options.precision == "fp16", found.step
         scaler = LossScaler(**found.scaler) if found.scaler and fp16 else None
-        state = JobState(step, scaler, epoch=found.epoch, evaluation_due=found.evaluation_due)
+        row = found.evaluation
+        evaluation = None if row is None else Evaluation.of({"step": step, **row})
+        state = JobState(step, scaler, evaluation, found.epoch, found.evaluation_due)
         on_disk = state, Restore(step, path)
         start = replace(
             start, on_disk=on_disk, layers=found.layers.prefixes, recorded=step, saved=step

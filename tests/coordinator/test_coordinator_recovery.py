@@ -20,7 +20,7 @@ from pipeworker.wire.lines import Restart, Warned
 from pipeworker.wire.messages.checkpoint import Copy, Restore, Save, Saved
 from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.presence import Failed, Welcome
-from pipeworker.wire.messages.step import Update
+from pipeworker.wire.messages.step import Evaluate, RunStep, Update
 from support.coordinator import (
     BATCH,
     ScriptedJob,
@@ -139,6 +139,21 @@ def test_without_a_snapshot_the_job_restarts_from_the_initial_weights() -> None:
     job.exited(1, -9)
     assert runs(job.start())[0].step == 1
     assert restores(job) == [None, None]
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_the_first_evaluation_is_repeated_only_without_a_snapshot(copied: bool) -> None:
+    """A snapshot of step 0 has what layers changed in that pass."""
+    job = replaceable_job(evaluate_first=True, snapshot_every=50, checkpoint_every="end")
+    job.start()
+    job.evaluated(0)
+    if copied:
+        job.saved(0)
+        job.step(1)
+    job.exited(1, -9)
+    (first, _) = messages_of(job.start(), Advance)
+    assert restores(job)[-1] == (Restore(0, slot=0, ranks=2) if copied else None)
+    assert isinstance(first.next, RunStep if copied else Evaluate)
 
 
 def test_a_newer_checkpoint_is_preferred_to_the_snapshot() -> None:

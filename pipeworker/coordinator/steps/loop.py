@@ -181,7 +181,8 @@ class FileLoop(BaseLoop):
 
     def __init__(self, options: Options, placement: Placement, progress: Progress) -> None:
         super().__init__(options, placement, progress)
-        first = options.evaluate_first and not self._step
+        # The state after step 0 that a snapshot has is that after this evaluation.
+        first = options.evaluate_first and not self._step and progress.evaluation is None
         progress.evaluation_due = progress.evaluation_due and options.evaluate_every is not None
         self._evaluate = first or options.evaluate_only or progress.evaluation_due
 
