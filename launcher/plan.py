@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from launcher import local
-from launcher.command import PATH, Option, written
+from launcher.command import PATH, Option
 from launcher.job_command import FileCommand
 from launcher.options import LAUNCH_PARAMETERS
 from pipeworker.coordinator.job import SLOTS
@@ -30,7 +30,7 @@ from pipeworker.job.interval import END
 from pipeworker.job.option_parsing import make_options
 from pipeworker.job.options import Options
 from pipeworker.job.planning import limited, request_of
-from pipeworker.job.renamed import RENAMED
+from pipeworker.job.renamed import RENAMED, written
 from pipeworker.plan import text
 from pipeworker.plan.actions import Kind
 from pipeworker.plan.figures import bytes_text, plural
