@@ -19,10 +19,10 @@ SHARE = 0.005
 _FULL_RATE = 600.0
 """Seconds after which the timeline grows by less: in proportion to the inverse of the time."""
 _BYTES_AT_ONCE = 1 << 20
-_SECONDS_AT_ONCE = 0.1
+_SECONDS_AT_ONCE = 0.02
 _BYTES_OF_AN_ACTION = 15
 """The begin and end of an action, in microseconds, and its memory, as differences with commas."""
-_SECONDS_OF_AN_ACTION = 10e-6
+_SECONDS_OF_AN_ACTION = 15e-6
 """Measured with short steps: the worker reads its memory, and makes and writes the row."""
 _BYTES_OF_A_ROW = 300
 """Besides the actions, and with the row of the command after it."""
