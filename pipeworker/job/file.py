@@ -268,7 +268,7 @@ _INSTEAD = {
     "OptimizedModule": "return the module itself, before torch.compile, and use --compile",
     **dict.fromkeys(("RecursiveScriptModule", "ScriptModule", "TopLevelTracedModule"), _SCRIPTED),
 }
-"""What to return instead of a whole model that torch has compiled, by the name of its class."""
+"""The value to return instead of a whole model that torch has compiled, by its class's name."""
 
 
 def is_sequence(model: Any) -> bool:

@@ -20,7 +20,7 @@ MICROBATCHES = 4
 
 
 def test_a_step_has_all_of_its_mini_batches(tmp_path: Path) -> None:
-    """What is read begins and ends within a step; the first whole step makes memory."""
+    """The rows that are read begin and end within a step; the first whole step makes memory."""
     run_dir = RunDir(tmp_path)
     options = Options("job.py", 2, MICROBATCHES, recompute="never", accumulate=2)
     run_record.write(run_dir, asdict(options), {"host": "here", "pid": 1, "started": "2026-11-26"})

@@ -74,7 +74,7 @@ def test_the_time_between_commands_has_the_cause_that_the_caller_gives() -> None
 
 
 def test_a_step_of_a_sample_ends_when_the_next_one_begins() -> None:
-    """Of the next step no actions are recorded; its update is not one of a user's own loop."""
+    """The actions of the next step are not recorded; its update is not that of a user's loop."""
     order = ORDERS["gpipe"]
     schedule = order.build(order.place(2), 4, ["never"] * 2)
     costs = Costs.even(2, 0.01, 0.02)

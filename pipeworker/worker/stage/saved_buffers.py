@@ -26,7 +26,7 @@ from pipeworker.worker.stage.slots import Copies, Slot, copy_of, get_slot, is_sa
 from pipeworker.worker.stage.values import distinct_tensors
 
 _UNUSED = (f"{SAVED_PREFIX}running_mean", f"{SAVED_PREFIX}running_var")
-"""What a batch norm in training saves, and does not use."""
+"""The names of the tensors that a batch norm in training saves, and does not use."""
 
 
 class SavedBuffers:
