@@ -22,8 +22,8 @@ from torch.autograd.graph import Node
 from pipeworker.worker.internals import SAVED_PREFIX, buffers_of, ignores_statistics
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.offload import Offload, Packed, addresses_of
-from pipeworker.worker.stage.slots import Copies, Slot, copy_of, get_slot, is_same, set_slot
-from pipeworker.worker.stage.values import distinct_tensors
+from pipeworker.worker.stage.slots import Copies, Slot, copy_of, get_slot, set_slot
+from pipeworker.worker.stage.values import checksums, distinct_tensors, versions
 
 _UNUSED = (f"{SAVED_PREFIX}running_mean", f"{SAVED_PREFIX}running_var")
 """The names of the tensors that a batch norm in training saves, and does not use."""
@@ -61,8 +61,8 @@ class SavedBuffers:
         if copies and self._offload is not None:
             self._offload.leave(copies.values())
 
-    def _candidates(self) -> dict[Slot, tuple[torch.Tensor, torch.Tensor]]:
-        """Return the tensors that a forward may change in place, with copies.
+    def _candidates(self) -> dict[Slot, tuple[torch.Tensor, _State]]:
+        """Return the tensors that a forward may change in place, and their states.
 
         A tensor that shares its memory with another one is left out: a copy would not show what is
         written to the other.
@@ -76,20 +76,26 @@ class SavedBuffers:
         distinct = {id(t): t for t in (*found.values(), *self._weights)}
         uses: Counter[int | None] = Counter(addresses_of(distinct.values()))
         return {
-            slot: (value, value.detach().clone())
+            slot: (value, _state_of(value))
             for slot, value in found.items()
             if not value.requires_grad and uses[_address(value)] == 1
         }
 
 
-def _saved_and_changed(
-    before: dict[Slot, tuple[torch.Tensor, torch.Tensor]], output: Any
-) -> list[Slot]:
+_State = tuple[list[int], tuple[int, ...]]
+
+
+def _state_of(tensor: torch.Tensor) -> _State:
+    """Return numbers that differ after a change in place, also one that leaves no trace."""
+    return versions(tensor), checksums(tensor)
+
+
+def _saved_and_changed(before: dict[Slot, tuple[torch.Tensor, _State]], output: Any) -> list[Slot]:
     """Return the slots whose tensors the forward has changed in place and its graph has saved."""
     changed = [
         slot
-        for slot, (value, copy) in before.items()
-        if get_slot(slot) is value and not value.requires_grad and not is_same(value, copy)
+        for slot, (value, state) in before.items()
+        if get_slot(slot) is value and not value.requires_grad and _state_of(value) != state
     ]
     saved = {*_saved_storages(output)} if changed else ()
     return [slot for slot in changed if _address(before[slot][0]) in saved]

@@ -102,7 +102,7 @@ class Reduction:
         self._flags = [*present, *self._buffers.changes(), True]
         flags = torch.tensor(self._flags, dtype=torch.uint8)
         weights = [*self._layers.parameters()] if self._compares else []
-        self._checksum = sum(checksums(weights))
+        self._checksum = sum(checksums(weights)) % (1 << 63)
         frame = [flags, torch.tensor([self._checksum]), *self._stage.deferred.moments()]
         for goal, sender in self._senders.items():
             sender.send(_FLAGS, frame)
@@ -249,8 +249,8 @@ class _Buffers:
         self._large = [slot for slot in slots if _get(slot).nbytes > _SMALL]
         self._chosen: list[_Slot] = []
         self._versions: list[tuple[torch.Tensor, int]] = []
-        self._copies: list[torch.Tensor] | None = None
-        """The large buffers before the first mini-batch."""
+        self._checksums: list[tuple[int, ...]] | None = None
+        """Those of the large buffers before the first mini-batch; empty after it."""
         self._untraced: set[_Slot] = set()
         """Large buffers that a forward changes without a trace in their version."""
         self._is_needed = False
@@ -267,15 +267,15 @@ class _Buffers:
         """Begin a mini-batch: detect changes from now on."""
         self._is_needed = any(True for _ in self._found())  # a forward may fill one that is None
         self._versions = [(_get(slot), version_of(_get(slot))) for slot in self._large]
-        if self._copies is None:
-            self._copies = [_get(slot).detach().clone() for slot in self._large]
+        if self._checksums is None:
+            self._checksums = [checksums(_get(slot)) for slot in self._large]
 
     def changes(self) -> list[bool]:
         """Return which of the large buffers have changed here."""
-        for slot, copy in zip(self._large, self._copies or (), strict=False):
-            if not torch.equal(bits_of(_get(slot)), bits_of(copy)):
+        for slot, before in zip(self._large, self._checksums or (), strict=False):
+            if checksums(_get(slot)) != before:
                 self._untraced.add(slot)
-        self._copies = []
+        self._checksums = []
         return [
             slot in self._untraced or _get(slot) is not buffer or version_of(buffer) != version
             for slot, (buffer, version) in zip(self._large, self._versions, strict=True)

@@ -95,6 +95,13 @@ def test_what_layers_keep_adds_up_to_what_they_keep_together() -> None:
     assert whole.saved_input_bytes == found[0].saved_input_bytes > 0
 
 
+def test_a_large_buffer_takes_no_memory_beside_the_layer() -> None:
+    """Buffers are compared before and after the first forward, without a copy."""
+    layer = nn.BatchNorm1d(4)
+    layer.register_buffer("large", torch.zeros(1_000_000))
+    assert measured(layer, torch.randn(8, 4)).working_bytes < 100_000
+
+
 def test_operations_are_those_of_torchs_own_counter() -> None:
     layer = nn.Sequential(nn.Conv1d(3, 8, 5), nn.GELU(), nn.Flatten(), nn.Linear(8 * 12, 7))
     value = torch.randn(4, 3, 16, requires_grad=True)
