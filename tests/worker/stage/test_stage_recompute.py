@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -42,19 +43,26 @@ def microbatches(count: int) -> list[MicroBatch]:
     return [MicroBatch(m) for m in range(count)]
 
 
+def run_twice(
+    layer: Callable[[], float], buffers: Buffers, count: int
+) -> tuple[list[float], list[float]]:
+    """Return what the forwards of a mini-batch give, and what they give when they are repeated."""
+    mbs, first, second = microbatches(count), [], []
+    for mb in mbs:
+        with buffers.first_forward(mb):
+            first.append(layer())
+    for mb in mbs:
+        with buffers.second_forward(mb):
+            second.append(layer())
+    return first, second
+
+
 @pytest.mark.parametrize("kind", [Counter, Replacing])
 def test_the_second_forward_sees_what_the_first_saw(kind: type[Counter]) -> None:
     layer = kind()
     buffers = Buffers([layer])
     for step in range(3):
-        first, second = [], []
-        mbs = microbatches(4)
-        for mb in mbs:
-            with buffers.first_forward(mb):
-                first.append(layer())
-        for mb in mbs:
-            with buffers.second_forward(mb):
-                second.append(layer())
+        first, second = run_twice(layer, buffers, 4)
         assert first == second == [4.0 * step + m + 1 for m in range(4)]
         assert layer.count.item() == 4 * (step + 1)
 
@@ -78,14 +86,7 @@ def test_a_buffer_may_be_registered_in_the_very_first_forward(kept: int) -> None
     for _ in range(kept):
         layer()  # the graphs of these are not recomputed
     for step in range(2):
-        first, second = [], []
-        mbs = microbatches(3)
-        for mb in mbs:
-            with buffers.first_forward(mb):
-                first.append(layer())
-        for mb in mbs:
-            with buffers.second_forward(mb):
-                second.append(layer())
+        first, second = run_twice(layer, buffers, 3)
         assert first == second == [kept + 3.0 * step + m + 1 for m in range(3)]
         assert layer.count.item() == kept + 3 * (step + 1)
 
