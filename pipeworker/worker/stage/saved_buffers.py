@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from pipeworker.worker.internals import SAVED_PREFIX, buffers_of, ignores_statistics
+from pipeworker.worker.internals import SAVED_PREFIX, buffers_of, ignores_statistics, is_fake
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.offload import Offload, Packed, addresses_of
 from pipeworker.worker.stage.slots import Copies, Slot, copy_of, get_slot, set_slot
@@ -65,13 +65,13 @@ class SavedBuffers:
         """Return the tensors that a forward may change in place, and their states.
 
         A tensor that shares its memory with another one is left out: a copy would not show what is
-        written to the other.
+        written to the other. So is a fake tensor, which has no bits to change.
         """
         found = {
             (module, name): value
             for module in self._modules
             for name, value in (*buffers_of(module).items(), *vars(module).items())
-            if isinstance(value, torch.Tensor)
+            if isinstance(value, torch.Tensor) and not is_fake(value)
         }
         distinct = {id(t): t for t in (*found.values(), *self._weights)}
         uses: Counter[int | None] = Counter(addresses_of(distinct.values()))

@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from pipeworker.host.position import Tracker
+from pipeworker.worker.internals import FakeTensorMode
 from pipeworker.worker.stage.layers import StageConfig
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.offload import Copies
+from pipeworker.worker.stage.saved_buffers import SavedBuffers
 from pipeworker.worker.stage.stage import Stage
 
 WIDTH = 3
@@ -117,3 +119,14 @@ def test_gradients_are_those_of_the_plain_loop(
         assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
     for name, buffer in net.named_buffers():
         assert torch.equal(buffer, plain.get_buffer(name)), name
+
+
+def test_fake_tensors_have_no_bits_to_compare() -> None:
+    """A plan without measured layers counts their operations on them."""
+    with FakeTensorMode():
+        layer, scale, mb = nn.Identity(), torch.ones(WIDTH), MicroBatch(0)
+        layer.register_buffer("scale", scale)
+        saved = SavedBuffers([layer])
+        with saved.forward(mb):
+            mb.output = scale.mul_(2) * torch.ones(2, WIDTH)
+    assert saved.is_empty
