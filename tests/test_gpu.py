@@ -210,5 +210,5 @@ def test_a_device_without_enough_memory_is_one_clear_error(jobs: Jobs) -> None:
     source = source.replace("nn.Linear(16, 16)", "nn.Linear(16, 1 << 22), nn.Linear(1 << 22, 16)")
     run = jobs.run("--stages", "1", "--device", "cuda", source=source)
     assert "out of memory" in run.stderr
-    assert "--recompute always or offload keeps less of them" in run.stderr
+    assert "--recompute always or offload, to keep less of them" in run.stderr
     assert "Traceback" not in run.stderr.partition("out of memory")[0]
