@@ -16,6 +16,7 @@ import struct
 import subprocess
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -92,9 +93,9 @@ class PosixMapping(Mapping):
     def signal(self) -> tuple[PosixSignal, bytes]:
         file = os.memfd_create("signal", os.MFD_CLOEXEC)
         os.ftruncate(file, _COUNTS.size)
-        self._late.opened.append(file)
-        memory = mmap.mmap(file, _COUNTS.size)
-        return PosixSignal(memory, self._late.foreign), f"{os.getpid()} {file}".encode()
+        made = PosixSignal(mmap.mmap(file, _COUNTS.size), self._late.foreign)
+        weakref.finalize(made, os.close, file)  # a handle of a freed event cannot be opened
+        return made, f"{os.getpid()} {file}".encode()
 
     def signal_of(self, handle: bytes) -> PosixSignal:
         process, file = map(int, handle.split())

@@ -257,14 +257,16 @@ def negotiate(
 
 def _offer(connection: socket.socket, accelerator: Accelerator, mapping: Mapping) -> str:
     """Offer the sender memory and an event to map; return why that is impossible, or ""."""
-    memory, handles = accelerator.empty(1), (b"", b"")
+    memory, signal, handles = accelerator.empty(1), None, (b"", b"")
     reason = ""
     try:
-        handles = mapping.share(memory), mapping.signal()[1]
+        signal, handle = mapping.signal()
+        handles = mapping.share(memory), handle
     except _MAPPING_ERRORS as error:
         reason = _first_line(error)
     connection.sendall(msgpack.packb((reason, *handles)))
     (reply,) = _receive_fields(connection, str)
+    del memory, signal  # until the reply: a handle of what is freed cannot be opened
     return reason or reply
 
 
