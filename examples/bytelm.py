@@ -132,7 +132,7 @@ def generate(run, prompt=b"def ", temperature=0.6):
     ):
         pipeline.load(run)
         for _ in range(args.bytes):
-            logits = pipeline.predict(text[:, -args.context :])[:, -1]
+            logits = pipeline.predict(text[:, -args.context :])[:, -1].cpu()
             text = torch.cat([text, torch.multinomial(F.softmax(logits / temperature, 1), 1)], 1)
     return bytes(text[0].tolist())
 
