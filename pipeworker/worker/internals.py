@@ -109,6 +109,7 @@ _share: Callable[..., Any] = _find("torch.UntypedStorage._share_cuda_")
 _map: Callable[..., Any] = _find("torch.UntypedStorage._new_shared_cuda")
 _view = _find("torch.ops.aten._unsafe_view.default")
 _uses: Callable[[int], int] = _find("torch._C._storage_Use_Count")
+_swap: Callable[[torch.Tensor, torch.Tensor], None] = _find("torch._C._swap_tensor_impl")
 
 
 def ignores_statistics(node: Any) -> bool:
@@ -316,6 +317,35 @@ def allocator_snapshot(device: torch.device) -> Any:
 def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     """Make a parameter's hooks run for the tensor that replaces it."""
     target._backward_hooks = source._backward_hooks
+
+
+def move_module(module: nn.Module, device: torch.device) -> nn.Module:
+    """Move a module to a device; its parameters remain the same objects, with their hooks.
+
+    ``nn.Module.to`` replaces them on a device that a backend outside of torch has registered, and
+    on ``meta``. Ties and the user's references to parameters would then lead to the old objects.
+    """
+    for parameter in module.parameters():
+        if type(parameter) is nn.Parameter and not _can_take_data(parameter, device):
+            gradient, parameter.grad = parameter.grad, None
+            _swap(parameter, nn.Parameter(parameter.detach().to(device), parameter.requires_grad))
+            if parameter._backward_hooks:
+                move_hooks(parameter, parameter)
+            if parameter._post_accumulate_grad_hooks:
+                parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+            parameter.grad = None if gradient is None else gradient.to(device)
+    return module.to(device)
+
+
+def _can_take_data(parameter: nn.Parameter, device: torch.device) -> bool:
+    """Return whether torch can move a parameter to a device without making a new object."""
+    if parameter.device.type == device.type:
+        return True
+    try:
+        parameter.detach().data = torch.empty(0, dtype=parameter.dtype, device=device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def default_store() -> Store:

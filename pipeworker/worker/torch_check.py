@@ -220,6 +220,19 @@ def _hooks_work() -> bool:
     return [_values(gradient) for gradient in seen] == [[3, 3]]
 
 
+def _moving_works() -> bool:
+    calls: list[str] = []
+    module, weight = nn.Module(), nn.Parameter(torch.ones(2))
+    module.weight = weight
+    weight.register_hook(lambda _: calls.append("hook"))  # type: ignore[no-untyped-call]
+    weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+        lambda _: calls.append("added")
+    )
+    internals.move_module(module, torch.device("meta"))
+    torch.autograd.backward((weight * 3).sum())
+    return module.weight is weight and weight.is_meta and calls == ["hook", "added"]
+
+
 def _default_store_works() -> bool:
     if dist.is_initialized():
         return isinstance(internals.default_store(), internals.Store)
@@ -344,6 +357,7 @@ BEHAVIOURS: dict[str, Callable[[], bool]] = {
     "torch.utils._python_dispatch.TorchDispatchMode": _dispatch_works,
     "torch.nn.Module._load_from_state_dict": _loading_works,
     "torch.Tensor._backward_hooks": _hooks_work,
+    "torch._C._swap_tensor_impl, _post_accumulate_grad_hooks": _moving_works,
     "torch.nn.Module._non_persistent_buffers_set": _saved_buffers_work,
     "torch.nn.Module._forward_hooks, _forward_pre_hooks, _backward_hooks": _module_hooks_work,
     "torch._C._autograd._top_saved_tensors_default_hooks": _saved_hooks_work,

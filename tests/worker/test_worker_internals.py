@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -175,6 +176,31 @@ def test_move_hooks_moves_them() -> None:
     internals.move_hooks(one, other)
     torch.autograd.backward((other * 3).sum())
     assert seen == [3.0]
+
+
+def test_a_module_moves_to_a_device_of_another_backend_with_its_parameters() -> None:
+    """The device ``meta`` replaces parameters as a device of a backend outside of torch does."""
+    calls: list[str] = []
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+    weight = second.weight = first.weight
+    weight.register_hook(lambda _: calls.append("hook"))  # type: ignore[no-untyped-call]
+    weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+        lambda _: calls.append("added")
+    )
+    assert first.bias is not None
+    first.bias.requires_grad_(False)
+    weight.grad = torch.ones(2, 2)
+    seen = weakref.ref(weight)
+    for layer in (first, second):
+        assert internals.move_module(layer, torch.device("meta")) is layer
+    assert first.weight is second.weight is weight is seen()
+    assert weight.is_meta
+    assert weight.grad.is_meta
+    assert (type(weight), weight.is_leaf) == (nn.Parameter, True)
+    assert first.bias.is_meta
+    assert not first.bias.requires_grad
+    torch.autograd.backward(second(first(torch.ones(1, 2, device="meta"))).sum())
+    assert calls == ["hook", "added"]
 
 
 def test_gloo_options_have_a_timeout_and_a_device() -> None:

@@ -41,6 +41,10 @@ ALTERED: dict[str, tuple[str, Any]] = {
     "torch._C._FunctionBase.apply": ("apply_of", lambda function: lambda x: function.forward(x, x)),
     "torch.nn.Module._load_from_state_dict": ("loads_itself", lambda _: False),
     "torch.Tensor._backward_hooks": ("move_hooks", lambda *_: None),
+    "torch._C._swap_tensor_impl, _post_accumulate_grad_hooks": (
+        "move_module",
+        lambda module, device: module.to(device),
+    ),
     "torch.distributed.distributed_c10d._get_default_store": ("default_store", lambda: None),
     "torch._C._distributed_c10d.ProcessGroupGloo._Options": ("ProcessGroupGloo", nn.Module),
     "torch._C._distributed_c10d.ProcessGroupNCCL": ("nccl_kind", lambda: (None, nn.Module())),

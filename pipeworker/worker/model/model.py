@@ -20,7 +20,7 @@ from pipeworker.plan.ties import check_declared, declared
 from pipeworker.record.weights.conversions import Conversion, describe_adapters
 from pipeworker.wire.messages.plan import StageRange
 from pipeworker.worker import blame
-from pipeworker.worker.internals import is_hooked
+from pipeworker.worker.internals import is_hooked, move_module
 from pipeworker.worker.model.eval_mode import eval_mode_note
 from pipeworker.worker.model.existing import ByParameter, Origins, digest
 from pipeworker.worker.model.lazy import reject_lazy_layer, reject_lazy_module
@@ -282,7 +282,7 @@ class Model:
             if keys:
                 built = separate(built, keys)
             self._check_renamed(index, built)
-            return built if device is None else built.to(device)
+            return built if device is None else move_module(built, device)
 
     def _note_names(self, index: int, layer: nn.Module) -> None:
         """Note the parameters of a layer, each by the first of its names in the user's module."""
