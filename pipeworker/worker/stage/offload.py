@@ -5,8 +5,10 @@ with their strides and alignment, by which kernels are chosen. Storages that are
 anyway stay: parameters and buffers, the stage's inputs, and its outputs.
 
 A storage is copied to the host while the stage's next action computes, and its device memory is
-freed when that action has ended. A fetch copies it back into new memory. Only the graph refers to
-that memory, and frees it node by node, like everything that it saved.
+freed when that action has ended. It is not copied earlier, because some kernels write to a tensor
+after torch has saved it for them, as that of ``rrelu`` writes its noise. A fetch copies a storage
+back into new memory. Only the graph refers to that memory, and frees it node by node, like
+everything that it saved.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeworker.worker.device.accelerator import Accelerator
-from pipeworker.worker.internals import base_of, counter_of, version_of
+from pipeworker.worker.internals import counter_of, version_of
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.values import distinct_tensors
 from pipeworker.worker.transport.layout import ALIGNMENT
@@ -97,10 +99,6 @@ class StreamCopies(Copies):
         self._accelerator.current.wait_event(mark)
 
 
-_Key = tuple[int, int, tuple[Any, ...]]
-"""A storage's address, the version in which it was saved, and the part that the version counts."""
-
-
 class Offload:
     """The offload of one stage's graphs; its layers' parameters and buffers stay on the device."""
 
@@ -144,22 +142,20 @@ class SavedGraph:
     def __init__(self, copies: Copies, stay: frozenset[int]) -> None:
         self._copies = copies
         self._stay = stay
-        # Only the graph refers to a storage: one that the graph frees early is not fetched.
-        self._storages: WeakValueDictionary[_Key, _Storage] = WeakValueDictionary()
+        # By address. Only the graph refers to a storage: one that it frees early is not copied.
+        self._storages: WeakValueDictionary[int, _Storage] = WeakValueDictionary()
         self._fetching: list[_Storage] = []
         self._mark: Any = None
 
     def pack(self, tensor: torch.Tensor) -> Packed:
-        """Keep a tensor for a node, and start to copy its storage to the host."""
+        """Keep a tensor for a node, whose storage will be copied to the host."""
         if not self._moves(tensor):
             return Packed(tensor, None)
         storage = tensor.untyped_storage()
-        key = storage.data_ptr(), version_of(tensor), _counted_part(tensor)
-        memory = self._storages.get(key)
+        memory = self._storages.get(storage.data_ptr())
         if memory is None:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            self._copies.follow()
-            memory = self._storages[key] = _Storage(whole, self._copies)
+            memory = self._storages[storage.data_ptr()] = _Storage(whole, self._copies)
         return Packed(tensor, memory)
 
     def _moves(self, tensor: torch.Tensor) -> bool:
@@ -174,12 +170,13 @@ class SavedGraph:
         return large and address not in self._stay
 
     def end_forward(self, output: Iterable[torch.Tensor]) -> None:
-        """End the forward: storages that its output keeps on the device stay."""
-        self._mark = self._copies.mark()
+        """Start to copy the storages to the host, but those that the output keeps on the device."""
         kept = {*addresses_of(output)}
-        for (address, *_), memory in self._storages.items():
-            if address in kept:
-                memory.stay()
+        self._copies.follow()
+        for address, memory in self._storages.items():
+            if address not in kept:
+                memory.start_copy()
+        self._mark = self._copies.mark()
 
     def release_copied(self) -> None:
         """Free device memory whose copy to the host is complete."""
@@ -212,14 +209,15 @@ class _Storage:
         self.address = whole.data_ptr()
         self._copies = copies
         self._on_device: torch.Tensor | None = whole
-        self._on_host: torch.Tensor | None = copies.out(whole)
+        self._on_host: torch.Tensor | None = None
 
-    def stay(self) -> None:
-        """Keep the storage on the device."""
-        self._on_host = None
+    def start_copy(self) -> None:
+        """Start to copy the storage to the host."""
+        assert self._on_device is not None
+        self._on_host = self._copies.out(self._on_device)
 
     def release_copied(self) -> None:
-        """Free the device memory, unless the storage stays."""
+        """Free the device memory, if the storage was copied."""
         if self._on_host is not None:
             self._on_device = None
 
@@ -277,19 +275,6 @@ class Packed:
                 f"expected version {self._saved_version} instead"
             )
         return saved
-
-
-def _counted_part(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return which part of its storage a tensor's version counts; empty if it is the whole.
-
-    A view has the counter of its base. The parts that ``unsafe_chunk`` returns, as in a GRU, are
-    not views: each has a counter of its own, although their storage is the same.
-    """
-    base = base_of(tensor)
-    owner = tensor if base is None else base
-    if owner.numel() * owner.element_size() == owner.untyped_storage().nbytes():
-        return ()
-    return owner.storage_offset(), owner.size(), owner.stride()
 
 
 def addresses_of(tensors: Iterable[torch.Tensor]) -> Iterator[int]:

@@ -162,6 +162,11 @@ def _check_gradients(width: int, function: Callable[[torch.Tensor], torch.Tensor
     assert torch.equal(gradients[1], gradients[3])
 
 
+def test_a_tensor_that_a_kernel_writes_after_it_was_saved_comes_back_as_written() -> None:
+    """Torch saves the noise of RReLU before the kernel draws it."""
+    _check_gradients(3, nn.RReLU(0.1, 0.9))
+
+
 def test_a_memory_that_is_saved_again_after_a_change_is_copied_again() -> None:
     """The graph of what was saved before leads nowhere, so nothing is wrong with it."""
 
