@@ -293,7 +293,9 @@ def _batch_size(item: Any, prefix: str) -> int:
     if len(sizes) > 1:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise UsageError(
-            f"{prefix} tensors that disagree in dim 0, the batch: {shapes}; make it the same in all"
+            f"{prefix} tensors that disagree in dim 0, the batch: {shapes}; make it the same in "
+            "all: transpose a tensor whose batch is another dim, and make a tensor without a "
+            "batch, as a mask, in forward"
         )
     (samples,) = sizes
     if samples == 0:

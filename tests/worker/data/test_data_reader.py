@@ -151,6 +151,10 @@ def test_a_generator_object_has_one_epoch() -> None:
         ),
         ((torch.zeros(2), torch.zeros(3)), r"disagree in dim 0, the batch: \(2,\), \(3,\)"),
         (({"a": torch.zeros(2, 1), "b": torch.zeros(1)}, 0), r"\(2, 1\), \(1,\)"),
+        (
+            ((torch.zeros(5, 2), torch.zeros(5, 5)), torch.zeros(2, 5)),
+            "transpose a tensor whose batch is another dim, .* as a mask, in forward",
+        ),
         ((torch.zeros(0, 3), torch.zeros(0)), "without samples"),
     ],
 )

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pipeworker.errors import UsageError
+from pipeworker.worker.blame import UserCodeError
 from pipeworker.worker.stage.cut.part import plan_of
 from pipeworker.worker.transport.structure import NO_TYPES
 
@@ -528,3 +529,23 @@ def test_state_that_changes_no_number_is_no_reason_to_refuse() -> None:
     module.register_forward_pre_hook(lambda m, _: setattr(m, "steps", m.steps + 1))
     plan = plan_of(module, NO_TYPES, torch.randn(4, WIDTH))
     assert plan.units == ["l.0", "l.1", "placed.0", "placed.1", "l.2"]
+
+
+class OfFixedSize(nn.Module):
+    """A network whose forward has the size of the mini-batch in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.first(x).view(8, -1))
+        return out
+
+
+def test_an_error_of_forward_shows_the_samples_of_the_micro_batch() -> None:
+    message = (
+        r"in layer 1 \(behind first\), on a micro-batch of 2 samples without numbers, raised Run"
+    )
+    with pytest.raises(UserCodeError, match=message):
+        plan_of(OfFixedSize(), NO_TYPES, torch.zeros(2, 3))

@@ -105,7 +105,12 @@ class Planning:
             if type(error).__name__ in _NEEDS_NUMBERS:
                 raise self._needs_numbers(error) from error
             layer, unit = self._here()
-            where = f"forward() of model(), in layer {layer} ({unit}), on tensors without numbers"
+            count = next((len(tensor) for tensor in tensors if tensor.dim()), 1)
+            samples = f"{count} sample{'s' * (count != 1)}"
+            where = (
+                f"forward() of model(), in layer {layer} ({unit}), on a micro-batch of {samples} "
+                "without numbers,"
+            )
             blame.blame_user(where, error, early=True)
         finally:
             logger.setLevel(level)
