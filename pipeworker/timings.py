@@ -12,7 +12,7 @@ VARIABLE = "PIPEWORKER_TIMINGS"
 """The environment variable by which tests change them: ``0.5`` scales all of them,
 ``stuck=0.2,verdict=20`` sets some."""
 STALL_FACTOR = 30
-"""Worker timeouts that one layer, or ``data()``, may take before it counts as hung."""
+"""Worker timeouts that a layer, ``model()`` or ``data()`` may take before it counts as hung."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Timings:
     tick: float = 0.25  # interval between two checks of the coordinator for expired timeouts
     burst: float = 0.2  # for this long, messages may keep the coordinator from other work
     handshake: float = 5.0  # limit for authenticating a connection
-    connect: float = 900.0  # limit for a worker's neighbours to build their stages and connect
+    connect: float = 900.0  # least limit for neighbours to build their stages and connect
     reconnect: float = 1.0  # longest interval between two attempts to reopen a control connection
     redial: float = 1.7  # silence of a control connection after which a second one is opened
     dial: float = 0.25  # limit for one attempt to open it, while the first one may still recover
@@ -81,6 +81,13 @@ class Timings:
     def patience(self, worker_timeout: float) -> float:
         """Return the silence timeout: `worker_timeout`, but at least three ping intervals."""
         return max(worker_timeout, 3 * self.ping)
+
+    def connect_limit(self, worker_timeout: float) -> float:
+        """Return the limit in seconds for a worker's neighbours to build their stages and connect.
+
+        The coordinator reports a neighbour that hangs before that.
+        """
+        return max(self.connect, (STALL_FACTOR + 1) * worker_timeout)
 
     def network_patience(self, worker_timeout: float) -> float:
         """Return the silence timeout in seconds of a TCP connection that cannot be replaced.

@@ -315,3 +315,44 @@ def test_an_agent_that_hangs_in_its_import_is_replaced_soon(jobs: Jobs) -> None:
     cause = run.summary["causes"][0]
     text = r"the agent of this host \(pid \d+\) stands still in its start after .* for 5 s"
     assert re.match(text, cause)
+
+
+WAITS = """
+    import time
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    class Waits(nn.Linear):
+        def __init__(self):
+            while not Path("go").exists():
+                time.sleep(0.01)
+            super().__init__(4, 2)
+
+    def model():
+        return [lambda: nn.Linear(4, 4), Waits]
+
+    def loss(output, target):
+        return nn.functional.cross_entropy(output, target)
+
+    def optimizer(params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    def data():
+        while True:
+            yield torch.rand(4, 4), torch.tensor([0, 1, 0, 1])
+"""
+
+
+def test_a_note_shows_the_stage_and_the_line_at_which_building_hangs(jobs: Jobs) -> None:
+    words = ("--stages", "2", "--balance", "1,1", "--steps", "2", "--worker-timeout", "5")
+    process, path = jobs.start(*words, source=WAITS)
+    stderr = process.stderr
+    assert stderr is not None
+    until(lambda: "has made no progress" in stderr.readline())
+    lines = [stderr.readline() for _ in range(2)]
+    assert lines[0] == "Stack (most recent call last):\n"
+    assert re.search(r'File ".*/job.py", line \d+, in __init__', lines[1])
+    jobs.write("", "go")
+    ended(process, path)

@@ -13,7 +13,7 @@ from pipeworker.coordinator import report
 from pipeworker.coordinator.effects import Dropped, Effect, Log
 from pipeworker.coordinator.ending import INTERRUPTED, End, FirstCause, JobEnd, Lost, Status
 from pipeworker.coordinator.roster import Member
-from pipeworker.coordinator.waiting import BEFORE_STEPS, SAVES, State, Waiting
+from pipeworker.coordinator.waiting import BEFORE_STEPS, COMPUTING, SAVES, State, Waiting
 from pipeworker.errors import UsageError
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
@@ -50,12 +50,14 @@ class Lifecycle(Waiting):
     last_state: State = field(default=State.JOINING, init=False)
     _cause: FirstCause = field(init=False)
     _next_note: float = field(default=0.0, init=False)
+    _standstill_limit: float = field(init=False)
     _ending_since: float | None = field(default=None, init=False)
     _stays: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         Waiting.__post_init__(self)
         self._cause = FirstCause(self.roster)
+        self._standstill_limit = self.roster.limit
 
     # Events.
 
@@ -112,7 +114,7 @@ class Lifecycle(Waiting):
             return self.over(self.stopped)
         failure = self._cause.expired(now) or self._timed_out(now)
         if failure is None:
-            return []
+            return self._standstill(now)
         if failure.cause is Cause.SIGNAL:
             return self._signalled(failure, now)
         return self._ended_by(failure)
@@ -186,9 +188,23 @@ class Lifecycle(Waiting):
         failure = self.roster.unheard(now)
         if failure is None and self.state is not State.CALLING:
             failure = self.roster.deadlocked(self.awaited)
-        if failure is None and self.launched and self.state is State.STEPPING:
+        if failure is None and self.launched and self.state in COMPUTING:
             failure = self.roster.stalled(now)
         return failure
+
+    def _standstill(self, now: float) -> list[Effect]:
+        """Note where workers make no progress; the next note takes twice as long.
+
+        The stack is as old as the limit when it arrives.
+        """
+        seconds = self._standstill_limit
+        if not self.launched or self.state not in COMPUTING:
+            return []
+        member = self.roster.standing(seconds + self.timings.ping, now)
+        if member is None or member.beat.position.phase is Phase.COMPILING:
+            return []
+        self._standstill_limit = 2 * seconds
+        return [Warned(report.standstill(member, seconds, self.roster.stall_limit), note=True)]
 
     def _last_save_expired(self, end: JobEnd, now: float) -> list[Effect]:
         """End the job without its last checkpoint if a worker is lost or does not answer.

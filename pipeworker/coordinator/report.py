@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from pipeworker.coordinator.blueprint import Blueprint
 from pipeworker.coordinator.effects import WritePlan
 from pipeworker.coordinator.ending import End, JobEnd
+from pipeworker.coordinator.roster import Member
 from pipeworker.errors import AGAIN
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.layer_facts import NetworkFacts
@@ -18,6 +19,7 @@ from pipeworker.facts.step import Batch
 from pipeworker.job.options import Options
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.simulate import simulate
+from pipeworker.timings import STALL_FACTOR
 from pipeworker.wire import lines
 from pipeworker.wire.messages.plan import Ready
 from pipeworker.wire.messages.presence import Abort, Hello
@@ -64,6 +66,23 @@ def with_location(failure: Failure) -> str:
     if failure.cause is not Cause.USER and re.search(rf"\b{name}\b", failure.message):
         where = where.removeprefix(name).removeprefix(", ")
     return failure.message + (f" ({where})" if where else "")
+
+
+def standstill(member: Member, seconds: float, limit: float) -> str:
+    """Return a note about a worker that has made no progress for `seconds`, with its stack.
+
+    Data that another process reads has no frames in the worker, whose log has its stack.
+    """
+    phase, stack = member.beat.position.phase, member.beat.stack
+    where = location(replace(member.failure(Cause.HUNG, ""), rank=-1))
+    at = ", ".join(filter(None, (phase.name.lower(), where)))
+    if not stack and phase is Phase.READING:
+        stack = f"  logs/worker-{member.hello.rank}.log has the stack of the process that reads"
+    text = (
+        f"{member.full_name} has made no progress for {seconds:g} s "
+        f"({at}); after {limit:g} s, {STALL_FACTOR} times --worker-timeout, it counts as lost"
+    )
+    return f"{text}\n{stack}".rstrip()
 
 
 def abort_message(end: End) -> Abort:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipeworker.facts.failure import Cause, Failure
-from pipeworker.facts.position import Position
+from pipeworker.facts.position import Phase, Position
 
 WINDOW = 3600.0
 """Seconds within which losses count towards the limit: a long job has some."""
 _EARLY_LOSSES = 2
 """Losses in a row before any step, after which this number of workers counts as unavailable."""
+_WITHOUT_LAYER = (Phase.LOADING, Phase.BUILDING, Phase.READING, Phase.SURVEY)
+"""Phases in which the user's code may hang outside of any layer."""
 
 
 @dataclass(slots=True)
@@ -25,7 +27,10 @@ class RestartPolicy:
     def refusal(self, failure: Failure, now: float) -> str:
         """Return why the job does not restart after `failure`, or an empty string if it does."""
         where = failure.cause, failure.rank, failure.position
-        repeated = where == self._last and failure.position.layer >= 0
+        place = failure.position.layer >= 0 or (
+            failure.cause is Cause.HUNG and failure.position.phase in _WITHOUT_LAYER
+        )
+        repeated = where == self._last and place
         self._last = where
         self._times = [time for time in self._times if now - time < WINDOW]
         if not self.limit:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeworker.facts.failure import Cause, Failure, describe_exit
@@ -89,6 +89,11 @@ class Roster:
     limit: float
     members: dict[int, Member] = field(default_factory=dict)
     _rank_of: dict[bytes, int] = field(default_factory=dict)
+
+    @property
+    def stall_limit(self) -> float:
+        """The seconds that one layer, or ``data()``, may take."""
+        return STALL_FACTOR * self.limit
 
     @property
     def peers(self) -> list[bytes]:
@@ -205,12 +210,16 @@ class Roster:
 
     def stalled(self, now: float) -> Failure | None:
         """Return a failure if no worker has moved for so long that one must be hung."""
-        limit = STALL_FACTOR * self.limit
-        busy = [member for member in self.members.values() if not member.beat.waiting]
-        if not busy or not self.none_moved(limit, now):
+        member = self.standing(self.stall_limit, now)
+        if member is None:
             return None
-        text = f"{busy[0].full_name} has made no progress for {limit:g} s"
-        return busy[0].failure(Cause.HUNG, text)
+        text = f"{member.full_name} has made no progress for {self.stall_limit:g} s"
+        return replace(member.failure(Cause.HUNG, text), traceback=member.beat.stack)
+
+    def standing(self, seconds: float, now: float) -> Member | None:
+        """Return the first worker that computes, if none has moved for more than `seconds`."""
+        busy = (member for member in self.members.values() if not member.beat.waiting)
+        return next(busy, None) if self.none_moved(seconds, now) else None
 
     def none_moved(self, seconds: float, now: float) -> bool:
         """Return whether no worker has moved for more than `seconds`."""

@@ -48,6 +48,8 @@ SAVES = (State.SAVING, State.COMMITTING)
 """States in which the job waits for a checkpoint."""
 BEFORE_STEPS = (State.JOINING, State.MEASURING, State.PLANNING, State.BUILDING)
 """States in which no step has begun."""
+COMPUTING = (*BEFORE_STEPS, State.STEPPING, State.EVALUATING)
+"""States in which workers run the user's code."""
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from bdb import BdbQuit
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -40,6 +41,7 @@ _USE_LESS_MEMORY = (
     "offload, to keep less of them, or more --stages or another --balance, to give this stage "
     "fewer layers"
 )
+_STACK = "Stack (most recent call last):"
 _NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")
 """Parts of RuntimeErrors, of Python and of torch, for a thread that the system refuses."""
 _LOADER_LOST = "DataLoader worker (pid"
@@ -275,6 +277,22 @@ def _shorten(text: str) -> str:
         return text
     half = _MAX_CHARACTERS // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+
+
+def user_stack(frame: FrameType | None) -> str:
+    """Return the stack of what pipeworker has called, without the frames of pipeworker.
+
+    It reads no source file: the thread may be stuck because the files cannot be read.
+    """
+    frames = [*(traceback.walk_stack(frame) if frame else ())]
+    while frames and not frames[-1][0].f_code.co_filename.startswith(_NOT_SHOWN[0]):
+        frames.pop()  # the interpreter's start
+    shown = [
+        f'  File "{one.f_code.co_filename}", line {line}, in {one.f_code.co_name}'
+        for one, line in frames
+        if not one.f_code.co_filename.startswith(_NOT_SHOWN)
+    ]
+    return _shorten("\n".join((*shown, _STACK)[::-1])) if shown else ""
 
 
 def user_traceback(error: BaseException) -> str:

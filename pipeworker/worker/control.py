@@ -36,6 +36,7 @@ from pipeworker.wire.messages.store import StoreOperation, StoreReply, StoreRequ
 from pipeworker.wire.reliable_stream import ReliableStream
 from pipeworker.worker.settings import Settings
 from pipeworker.worker.signals import handle_signals
+from pipeworker.worker.standstill import Standstill
 
 Exit = Callable[[Abort], None]
 _INTERRUPTS = (signal.SIGTERM, signal.SIGINT)
@@ -97,6 +98,8 @@ class Control:
         self._finished = False  # whether the coordinator expects nothing more of this worker
         self._clock = SuspendAwareClock(self._timings.heartbeat)
         self._received_at = self._clock.now()
+        self._standstill = Standstill(settings.tracker, self._received_at)
+        self._stack = ""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._connection = Connection(
             self._context, settings.token, settings.endpoint, self._timings
@@ -237,6 +240,8 @@ class Control:
             if now >= next_heartbeat:
                 next_heartbeat = now + self._timings.heartbeat
                 self._memory, self._held = self.memory(), self.held()
+                if self.silence_timeout is not None:
+                    self._stack = self._standstill.stack(seen, self.silence_timeout)
                 if lost_at is None:
                     self._send_heartbeat()
         # The coordinator waits for the acknowledgement of its last message, if for anything.
@@ -296,6 +301,7 @@ class Control:
                 self._held,
                 *tracker.counts,
                 time=time.perf_counter(),
+                stack=self._stack,
             )
             frame = codec.encode(heartbeat, self._generation)
             self._connection.socket.send(reliable_stream.pack(reliable_stream.UNNUMBERED, frame))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeworker.environment import timings
 from pipeworker.errors import ProtocolError
 from pipeworker.facts.connections import Skip
 from pipeworker.facts.layer_names import LayerNames
@@ -187,7 +188,8 @@ class ConnectedWorker(PlannedWorker):
         loaded.settings.tracker.wait(phase=Phase.CONNECTING)
         state.snapshots.start_mirror()
         edges = [Edge.parse(edge) for edge in plan.edges]
-        links = connect(edges, role.rank, role.placement, *loaded.access(), accelerator)
+        limit = timings().connect_limit(role.options.worker_timeout)
+        links = connect(edges, role.rank, role.placement, *loaded.access(), accelerator, limit)
         if not {*plan.types} <= {*types}:
             raise ProtocolError("the plan has a type that this worker did not name")
         registry = TypeRegistry(types[name] for name in plan.types)

@@ -16,7 +16,7 @@ from pipeworker.coordinator.waiting import State
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
 from pipeworker.timings import STALL_FACTOR
-from pipeworker.wire.lines import Restart
+from pipeworker.wire.lines import Restart, Warned
 from pipeworker.wire.messages.checkpoint import Restore, Saved
 from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Hello
 from support.coordinator import (
@@ -146,6 +146,52 @@ def test_a_worker_that_is_busy_for_too_long_counts_as_hung(launched: bool) -> No
         "stage 1 (pid 1001 on host) has made no progress for 1800 s "
         "(layer 3 (Tanh), micro-batch 1, step 1)"
     )
+
+
+def test_a_worker_that_does_not_finish_building_is_noted_and_then_lost() -> None:
+    job = replaceable_job(2, worker_timeout=PATIENCE)
+    stack = 'Stack (most recent call last):\n  File "job.py", line 3, in model'
+    beats = (
+        Heartbeat(0, Position(Phase.CONNECTING), waiting=True),
+        Heartbeat(1, Position(Phase.BUILDING, layer=3), stack=stack),
+    )
+    for number in (1, 2):
+        assert job.number == number
+        job.effects.clear()
+        job.join()
+        job.describe()
+        assert job.state() is State.BUILDING
+        for _ in range(2 * STALL_FACTOR):
+            for beat in beats:
+                job.receive(beat)
+            job.tick(PATIENCE / 2 + 1)
+        notes = [warned.text for warned in of(job.effects, Warned) if warned.note]
+        assert [note.partition("s (")[0] for note in notes] == [
+            f"stage 1 (pid 1001 on host) has made no progress for {seconds} "
+            for seconds in (60, 120, 240, 480, 960)
+        ]
+        assert notes[0].endswith(
+            "(building, layer 3); after 1800 s, 30 times --worker-timeout, it counts as lost\n"
+            + stack
+        )
+    assert job.failure.cause is Cause.HUNG
+    assert job.failure.traceback == stack
+    assert [warned.text for warned in of(job.effects, Warned) if not warned.note] == [
+        "the job is not restarted: it failed again at the same place"
+    ]
+
+
+@pytest.mark.parametrize("phase", [Phase.READING, Phase.COMPILING])
+def test_a_note_names_the_log_with_the_stack_of_reading_and_leaves_out_compilation(
+    phase: Phase,
+) -> None:
+    job = replaceable_job(1, worker_timeout=PATIENCE).running()
+    for _ in range(3):
+        job.receive(Heartbeat(0, Position(phase, 1)))
+        job.tick(PATIENCE / 2 + 1)
+    text = "\n  logs/worker-0.log has the stack of the process that reads"
+    notes = [w.text for w in of(job.effects, Warned) if w.note and "progress" in w.text]
+    assert [note.endswith(text) for note in notes] == [True] * (phase is Phase.READING)
 
 
 def waiting(rank: int, microbatch: int = 0) -> Heartbeat:

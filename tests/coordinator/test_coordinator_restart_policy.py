@@ -52,6 +52,14 @@ def test_a_repeated_failure_at_the_same_place_is_refused() -> None:
     assert refusal(policy, at(4), 10.0) == "it failed again at the same place"
 
 
+@pytest.mark.parametrize("phase", [Phase.BUILDING, Phase.WAITING])
+def test_a_repeated_hang_outside_of_layers_is_refused_in_the_users_code(phase: Phase) -> None:
+    policy = RestartPolicy(9)
+    hung = Failure(Cause.HUNG, "hung", 1, Position(phase))
+    refused = "it failed again at the same place" if phase is Phase.BUILDING else ""
+    assert [refusal(policy, hung, now) for now in (0.0, 1800.0)] == ["", refused]
+
+
 def test_failures_at_different_places_are_not_repeated() -> None:
     policy = RestartPolicy(99)
     others = (at(4), at(5), at(4, step=4), at(4, microbatch=1), at(4, rank=0))

@@ -88,7 +88,7 @@ def test_the_frame_is_four_plain_values() -> None:
     ]
     assert msgpack.unpackb(encode(Heartbeat(0, Position(Phase.LOSS, 2)), 1))[3] == [
         *(0, [9, 2, -1, -1]),
-        *(0, 0, False, False, 0, 0, 0, 0, 0.0),
+        *(0, 0, False, False, 0, 0, 0, 0, 0.0, ""),
     ]
 
 

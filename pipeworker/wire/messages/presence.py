@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeworker.facts.failure import Failure
-from pipeworker.facts.limits import LONGEST_NAME, MOST_VERSIONS, check, check_names
+from pipeworker.facts.limits import LONGEST_NAME, LONGEST_TEXT, MOST_VERSIONS, check, check_names
 from pipeworker.facts.position import Position
 from pipeworker.wire.messages.checkpoint import Restore
 
@@ -43,6 +43,7 @@ class Heartbeat:
         evaluated: mini-batches of an evaluation set that it has read in the present pass.
         evaluation_length: mini-batches of that set, 0 if unknown.
         time: when it was sent, by the worker's clock.
+        stack: the user's frames, if it has computed at one position for ``--worker-timeout``.
     """
 
     rank: int
@@ -56,12 +57,14 @@ class Heartbeat:
     evaluated: int = 0
     evaluation_length: int = 0
     time: float = 0.0
+    stack: str = ""
 
     def __post_init__(self) -> None:
         check(min(self.sent, self.received) >= 0, "a negative number of messages")
         check(min(self.memory, self.held) >= 0, f"{self.memory} bytes, {self.held} micro-batches")
         least = min(self.evaluated, self.evaluation_length)
         check(least >= 0, "a negative number of mini-batches")
+        check(len(self.stack) <= LONGEST_TEXT, f"a stack of {len(self.stack)} characters")
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,9 @@ def connect(
     network: Network,
     membership: Membership,
     accelerator: Accelerator | None = None,
+    limit: float | None = None,
 ) -> dict[Edge, Link]:
-    """Connect this worker's end of every edge.
+    """Connect this worker's end of every edge, within `limit` seconds.
 
     All workers go through the edges in one order. Replicas have edges of the same names, so the
     store's keys name the replica where the edge begins as well.
@@ -45,7 +46,8 @@ def connect(
         PeerLost: a neighbour cannot be reached, or does not come in time.
         UsageError: as in :func:`choose`; or the named interface leads to no other host.
     """
-    deadline = time.monotonic() + timings().connect
+    limit = timings().connect if limit is None else limit
+    deadline = time.monotonic() + limit
     store.deadline = deadline
     own = Endpoint.of(accelerator)
     store.set(f"host/{rank}", "\n".join(own))
@@ -69,7 +71,7 @@ def connect(
                 links[edge] = connector.connect(edge, begin, mechanisms, sends=sends)
             except (OSError, RuntimeError, AuthenticationError) as error:
                 late = isinstance(error, TimeoutError) and time.monotonic() >= deadline
-                reason = f"it did not come within {timings().connect:g} s" if late else str(error)
+                reason = f"it did not come within {limit:g} s" if late else str(error)
                 name = f"{placement.names(peer)} (rank {peer})"
                 if not late and (hosts := _hosts_between(store, rank, peer)):
                     name += hosts
