@@ -155,8 +155,8 @@ def _reader(
     link = settings.reader
     if link is not None and role.reads_data and not options.own_loop:
         setup = Setup(welcome.options, welcome.run_dir, settings.rank, replica, replicas)
-        stall = STALL_FACTOR * timings().patience(options.worker_timeout)
-        return RemoteReader(job.data, link, setup, stall, **found)
+        patience = timings().patience(options.worker_timeout)
+        return RemoteReader(job.data, link, setup, STALL_FACTOR * patience, patience, **found)
     if link is not None:
         link.close()
     return Reader(job.data, **found)

@@ -6,10 +6,12 @@ which a recovery may continue, if they take little memory: a new worker gets the
 
 from __future__ import annotations
 
+import faulthandler
 import selectors
 import socket
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,11 +139,13 @@ class _Job:
 
     Attributes:
         own: the user's own generators that the worker has as well.
+        patience: seconds (``--worker-timeout``) after which a mini-batch takes long.
     """
 
     file: JobFile
     reader: Reader
     own: Generators
+    patience: float
 
     @staticmethod
     def load(setup: Setup) -> _Job:
@@ -158,7 +162,7 @@ class _Job:
             numerics.enable_deterministic()
         redirect_output(run_dir.worker_log(setup.rank))
         reader = Reader(file.data, **reader_options(file, options, setup.replica, setup.replicas))
-        return _Job(file, reader, own_generators(file.data))
+        return _Job(file, reader, own_generators(file.data), options.worker_timeout)
 
     def read(self) -> Item:
         """Read the next mini-batch."""
@@ -254,7 +258,8 @@ class ReaderProcess:
         try:
             match request:
                 case Setup():
-                    self._job = _Job.load(request)
+                    with self._clock.running():
+                        self._job = _Job.load(request)
                     return None
                 case End():
                     self._status = 0
@@ -277,7 +282,7 @@ class ReaderProcess:
             if self._begin is not None:
                 return self._lost()
             restore_states(self._job.own, request.drawn)
-            with self._clock.running():
+            with self._reading():
                 self._first = Packed(self._job.peek())
         return self._first
 
@@ -288,7 +293,7 @@ class ReaderProcess:
             if self._first is None:
                 restore_states(job.own, request.drawn)
             if request.position is not None:
-                with self._clock.running():
+                with self._reading():
                     job.reader.restore(request.position)
             self._begin = place
         elif not self._replies.seek(place) and (self._has_read or place != self._begin):
@@ -312,9 +317,19 @@ class ReaderProcess:
     def _read(self) -> None:
         """Read the next mini-batch, and keep it."""
         self._replies.drop_before(self._oldest)  # here: no worker waits while memory is freed
-        with self._clock.running():
+        with self._reading():
             self._replies.add(self._read_one())
         self._has_read = True
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Read a mini-batch inside the context; the worker's log gets the stack if that hangs."""
+        faulthandler.dump_traceback_later(self._job.patience, file=2)
+        try:
+            with self._clock.running():
+                yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     def _read_one(self) -> Reply:
         try:

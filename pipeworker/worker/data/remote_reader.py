@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import select
 import socket
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -16,6 +15,7 @@ from pipeworker.errors import PipeworkerError
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.host import streams
 from pipeworker.host.data_readers import ReaderLink
+from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.job.signatures import with_start
 from pipeworker.worker.data.epoch import validate_position
 from pipeworker.worker.data.generators import generator_states, own_generators, restore_states
@@ -72,14 +72,22 @@ class RemoteReader(Reader):
         link: connections to the processes.
         setup: the job, for a new process.
         stall_seconds: seconds after which a mini-batch is not waited for.
+        answer_seconds: seconds in which a process that reads none answers.
         options: those of :class:`Reader`.
     """
 
     def __init__(
-        self, data: Any, link: ReaderLink, setup: Setup, stall_seconds: float, **options: Any
+        self,
+        data: Any,
+        link: ReaderLink,
+        setup: Setup,
+        stall_seconds: float,
+        answer_seconds: float,
+        **options: Any,
     ) -> None:
         super().__init__(data, **options)
-        self._link, self._setup, self._stall_seconds = link, setup, stall_seconds
+        self._link, self._setup = link, setup
+        self._stall_seconds, self._answer_seconds = stall_seconds, answer_seconds
         self._own = own_generators(data)
         self._connection: socket.socket | None = None
         """To the process that reads; None if this one does, or before it is known."""
@@ -261,7 +269,7 @@ class RemoteReader(Reader):
         return reply
 
     def _wait(self, connection: socket.socket) -> None:
-        """Wait for a reply; a living process may still read a mini-batch, or be stuck.
+        """Wait for a reply; a living process may still load the job or read, or be stuck.
 
         A process that was suspended between two mini-batches does not read, and does not reply.
 
@@ -273,11 +281,13 @@ class RemoteReader(Reader):
             return
         poll = select.poll()
         poll.register(connection, select.POLLIN)
-        since = time.monotonic()
+        own = SuspendAwareClock(2 * _POLL_SECONDS)
+        since = own.now()
         while not poll.poll(1000 * _POLL_SECONDS):
+            now = own.now()
             if reading := clock.seconds():
-                since = time.monotonic() - reading
-            if time.monotonic() - since > self._stall_seconds:
+                since = now
+            if reading > self._stall_seconds or now - since > self._answer_seconds:
                 raise TimeoutError
 
 

@@ -68,18 +68,19 @@ class Host:
             if select.select([self._readers.fileno()], [], [], 0.02)[0]:
                 self._readers.start_requested()
 
-    def worker(self, stall_seconds: float = 60.0) -> RemoteReader:
+    def worker(self, stall_seconds: float = 60.0, answer_seconds: float = 60.0) -> RemoteReader:
         """Return the reader of the next worker."""
         link = self._readers.link(0)
         assert link is not None
-        options = Options(str(self.folder / "job.py"), 1, 2, epochs=2)
+        path = str(self.folder / "job.py")
+        options = Options(path, 1, 2, epochs=2, worker_timeout=answer_seconds)
         setup = Setup(options.to_json(), str(self.folder / "run"), 0, 0, 1)
 
         def data() -> Iterator[Any]:
             yield pytest.fail("the worker reads itself")
 
         found: dict[str, Any] = {"microbatches": 2, "seed": 0, "epochs": 2}
-        return RemoteReader(data, link, setup, stall_seconds, **found)
+        return RemoteReader(data, link, setup, stall_seconds, answer_seconds, **found)
 
     @property
     def reads(self) -> list[int]:
@@ -213,7 +214,7 @@ def test_a_process_that_was_suspended_between_two_mini_batches_is_replaced(host:
     read(first)
     (stuck,) = host.pids
     os.kill(stuck, signal.SIGSTOP)
-    second = host.worker(stall_seconds=0.5)
+    second = host.worker(answer_seconds=0.5)
     second.restore({"epoch": 0, "read": 1})
     assert number_of(read(second)) == 1
     assert len(host.pids) == 2
@@ -222,11 +223,13 @@ def test_a_process_that_was_suspended_between_two_mini_batches_is_replaced(host:
 
 
 def test_a_process_that_still_reads_is_waited_for(host: Host) -> None:
-    first = host.worker()
+    first = host.worker(answer_seconds=0.5)
     for _ in range(3):
         read(first)
     until(lambda: host.reads[-1:] == [3])
-    second = host.worker()
+    log = host.folder / "run" / "logs" / "worker-0.log"
+    until(lambda: "in data" in log.read_text())  # the stack of what takes long
+    second = host.worker(answer_seconds=0.5)
     threading.Timer(1.5, host.go).start()
     second.restore({"epoch": 0, "read": 3})
     assert number_of(read(second)) == 3
