@@ -265,7 +265,8 @@ class _Buffers:
 
     def begin(self) -> None:
         """Begin a mini-batch: detect changes from now on."""
-        self._is_needed = any(True for _ in self._found())  # a forward may fill one that is None
+        # A forward may fill a buffer that is None, and the first one may register others.
+        self._is_needed = self._checksums is None or any(True for _ in self._found())
         self._versions = [(_get(slot), version_of(_get(slot))) for slot in self._large]
         if self._checksums is None:
             self._checksums = [checksums(_get(slot)) for slot in self._large]

@@ -284,6 +284,26 @@ def test_a_large_buffer_is_broadcast_if_any_replica_changes_it(
     assert bool(table.any()) is changes
 
 
+class Lazy(nn.Module):
+    """A layer that registers its only buffer in its first forward."""
+
+    mean: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", torch.zeros(x.shape[1]))
+        self.mean += x.detach().mean(0)
+        return x
+
+
+def test_a_buffer_that_the_first_forward_registers_is_made_equal_at_once() -> None:
+    way = filled(Placement.identity(1, 2))
+    pipeline = Pipeline([Lazy(), nn.Linear(6, 2)], mse, data(6), way, microbatches=6)
+    pipeline.train(1)  # which asserts that replicas are equal
+    (mean,) = pipeline.layers[0].buffers()
+    assert bool(mean.any())
+
+
 def test_accumulated_gradients_are_reduced_once() -> None:
     layers, batches = net(), data(12, 7, 12, 3)
     expected = plain(copy.deepcopy(layers), mse, batches, 4, 2, accumulate=2)
