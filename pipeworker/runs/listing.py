@@ -113,6 +113,8 @@ def read_runs(folder: Path) -> tuple[list[Run], dict[Path, str]]:
             paths = [folder]
     except FileNotFoundError:
         raise UsageError(f"{folder}: no such folder; give the folder of the runs") from None
+    except NotADirectoryError:
+        raise UsageError(f"{folder}: is a file; give the folder of the runs") from None
     except OSError as error:
         raise UnreadableFile(folder, error) from None
     runs: list[Run] = []

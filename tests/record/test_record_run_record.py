@@ -183,7 +183,7 @@ RUN = '{"version": 1, "options": %s}'
             f"--epochs {{}}: must be of type int, not object{REMEDY}",
         ),
         ('{"version": 3}', f"it has version 3{VERSIONS}"),
-        ("{}", f"it has version None{VERSIONS}"),
+        ("{}", NONE),
         ('{"version": true}', f"it has version True{VERSIONS}"),
     ],
 )

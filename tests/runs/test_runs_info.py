@@ -357,7 +357,7 @@ def test_a_folder_without_runs(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"none: no such folder; give the folder of the runs"):
         listing.list_runs(tmp_path / "none")
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"file: cannot be read: Not a directory"):
+    with pytest.raises(UsageError, match=r"file: is a file; give the folder of the runs"):
         listing.list_runs(tmp_path / "file")
     done = CliRunner().invoke(cli.main, ["show", str(tmp_path)])
     assert done.exit_code == 2

@@ -82,6 +82,8 @@ def read_json(
     try:
         content = msgspec.convert(load_json(data, depth, digits), dict[str, Any])
         version = content.get("version")
+        if versions and version is None:  # another program's file
+            raise UnreadableFile(path, reason, remedy)
         if versions and (type(version) is not int or version not in versions):
             raise UnreadableFile(
                 path,
