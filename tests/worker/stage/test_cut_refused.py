@@ -49,6 +49,20 @@ class Views(nn.Module):
         return self.layers[2](other + part.sum() + out)
 
 
+class Packs(nn.Module):
+    """Packs a sequence, whose kernel reads the lengths, outside of its units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        sequences = self.first(x).unsqueeze(1)
+        lengths = torch.ones(len(x), dtype=torch.int64)
+        packed = nn.utils.rnn.pack_padded_sequence(sequences, lengths, batch_first=True)
+        return self.last(packed.data)
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
@@ -58,6 +72,7 @@ class Views(nn.Module):
             "changes a tensor in place at .*, of which another layer has",
         ),
         (nn.ReLU(), "its forward calls no module with parameters"),
+        (Packs(), r"layer 1 \(behind first\): .* depends on the numbers of an activation"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(module: nn.Module, message: str) -> None:

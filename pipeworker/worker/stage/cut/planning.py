@@ -47,6 +47,8 @@ from pipeworker.worker.transport.structure import TypeRegistry, flatten
 
 _NEEDS_NUMBERS = ("DataDependentOutputException", "DynamicOutputShapeException")
 """Names of the exceptions of fake tensors whose numbers are asked for."""
+_NO_DATA = "data is not allocated yet"
+"""Part of torch's RuntimeErrors for a kernel, as of packed sequences, that reads the numbers."""
 
 
 class Planning:
@@ -102,7 +104,7 @@ class Planning:
             with rng.preserve_generators(), functions, self._mode:
                 out = module(*args, **kwargs)
         except Exception as error:
-            if type(error).__name__ in _NEEDS_NUMBERS:
+            if type(error).__name__ in _NEEDS_NUMBERS or _NO_DATA in str(error):
                 raise self._needs_numbers(error) from error
             layer, unit = self._here()
             count = next((len(tensor) for tensor in tensors if tensor.dim()), 1)
