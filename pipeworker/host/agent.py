@@ -118,6 +118,7 @@ class Agent:
                     _send(KeepAlive(timeout))
         self._kill_all()
         self._readers.kill_all()
+        self._watcher.resume()
         self._signals.close()
 
     def fork(self, request: Fork) -> None:

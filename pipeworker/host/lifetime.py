@@ -46,8 +46,13 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 def is_parent_stopped() -> bool:
     """Return whether this process's parent is stopped, as a launcher is by Ctrl-Z (Linux)."""
+    return is_stopped(os.getppid())
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped by a signal (Linux)."""
     try:
-        state = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
     return state in ("T", "t")

@@ -36,8 +36,10 @@ class SessionWatcher:
 
     def __init__(self, folder: str = "") -> None:
         reads, self._writes = os.pipe()
+        self._pid = 0
         with suppress(OSError):
-            if os.fork() == 0:
+            self._pid = os.fork()
+            if self._pid == 0:
                 try:
                     os.close(self._writes)
                     _watch(reads)
@@ -58,6 +60,11 @@ class SessionWatcher:
     def close(self) -> None:
         """Close this process's end; a forked worker does so, because the watcher waits for it."""
         os.close(self._writes)
+
+    def resume(self) -> None:
+        """Let a watcher that is stopped end with this process."""
+        if self._pid:
+            os.kill(self._pid, signal.SIGCONT)
 
     def _write(self, record: int) -> None:
         with suppress(BrokenPipeError):  # there is no watcher

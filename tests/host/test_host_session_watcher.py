@@ -58,3 +58,28 @@ def test_what_is_left_in_a_session_is_killed_when_the_agent_is(tmp_path: Path) -
     finally:
         for pid in processes_of(tmp_path):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_a_stopped_watcher_ends_with_an_agent_that_ends_by_itself(tmp_path: Path) -> None:
+    source = AGENT + "watcher.resume()\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", source],
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as agent:
+        assert agent.stdin is not None
+        stdout = agent.stdout
+        assert stdout is not None
+        until(lambda: stdout.readline() == "done\n")
+        found = processes_of(tmp_path).items()
+        (watcher,) = [pid for pid, process in found if process.startswith("watcher\n")]
+        os.kill(watcher, signal.SIGSTOP)
+        agent.stdin.close()
+        assert agent.wait(20) == 0
+    try:
+        until(lambda: watcher not in processes_of(tmp_path))
+    finally:
+        for pid in processes_of(tmp_path):
+            os.kill(pid, signal.SIGKILL)

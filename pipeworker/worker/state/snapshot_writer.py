@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import subprocess
 import threading
 import time
@@ -15,10 +16,12 @@ from typing import Any
 import psutil
 import torch
 
+from pipeworker.environment import timings
 from pipeworker.errors import RecordError
 from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.host import cgroups, streams
-from pipeworker.host.lifetime import command
+from pipeworker.host.lifetime import command, is_stopped
+from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.host.task_thread import TaskThread
 from pipeworker.record.checkpoint.manifest import file_names
 from pipeworker.record.checkpoint.snapshot_buffer import CopyPairs, SnapshotBuffer, file_contents
@@ -32,6 +35,8 @@ _NICENESS = 10
 """Niceness of the threads: steps come first."""
 _KILL_SECONDS = 0.05
 """Seconds between attempts to end the process that writes."""
+_POLL_SECONDS = 1.0
+"""Seconds between checks of whether the process that writes is stopped."""
 _SPARE = 2
 """The snapshots of all workers together may take one part in so many of the available memory."""
 
@@ -271,15 +276,33 @@ class _WriterProcess:
         request = json.dumps([str(folder), list(handles), list(names)])
         self._stdin.write(request.encode() + b"\n")
         self._stdin.flush()
+        self._wait()
         answer = self._stdout.readline()
         if not answer.endswith(b"\n"):
             raise BrokenPipeError
         files, error = json.loads(answer)
         return tuple(CheckpointFile(*file) for file in files), error
 
+    def _wait(self) -> None:
+        """Wait for the answer, however slow the disk is; kill the process if it stays stopped."""
+        poll = select.poll()
+        poll.register(self._stdout, select.POLLIN)
+        clock = SuspendAwareClock(2 * _POLL_SECONDS)
+        since = clock.now()
+        while not poll.poll(1000 * _POLL_SECONDS):
+            now = clock.now()
+            if not is_stopped(self._process.pid):
+                since = now
+            elif now - since > timings().reach:
+                self.kill()
+
     def close(self) -> None:
-        """End the process after the write in progress."""
+        """End the process, which does not write; kill it if it does not end."""
         with suppress(BrokenPipeError):
             self._stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(timings().linger)
+        except subprocess.TimeoutExpired:  # it is stopped
+            self.kill()
+            self._process.wait()
         self._stdout.close()

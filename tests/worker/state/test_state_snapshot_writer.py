@@ -25,6 +25,7 @@ from pipeworker.record.checkpoint.snapshot_buffer import SnapshotBuffer, snapsho
 from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory
 from pipeworker.record.checkpoint.stage_state import OptimizerState, StageState
 from pipeworker.record.checkpoint.tensor_file import TensorFile
+from pipeworker.timings import DEFAULT
 from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
 from pipeworker.worker.state import snapshot_writer
 from pipeworker.worker.state.snapshot_writer import SnapshotWriter
@@ -84,6 +85,21 @@ def test_a_writer_process_that_died_is_replaced_for_the_next_checkpoint(
     written = TensorFile(layer_writer.folder / "3" / saved.files[0].name)
     assert torch.equal(written["0.weight"], layer_writer.layer.weight)
     layer_writer.save(4)
+    assert not commands
+
+
+def test_a_writer_process_that_stays_stopped_is_killed(
+    layer_writer: WriterOfLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stops = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    answers = "import json, sys; print(json.dumps([[], str()]), flush=True); sys.stdin.readline()"
+    commands = [[sys.executable, "-S", "-c", source] for source in (stops, f"{answers}; {stops}")]
+    monkeypatch.setattr(snapshot_writer, "command", lambda module: commands.pop(0))
+    monkeypatch.setattr(snapshot_writer, "timings", lambda: DEFAULT.scaled(0.01))
+    saved = layer_writer.save(1)
+    assert saved == Saved(0, 1, error="the process that writes checkpoints is gone")
+    layer_writer.save(2)
+    layer_writer.writer.close()  # while it is stopped
     assert not commands
 
 
