@@ -81,9 +81,9 @@ def read_json(
         data = file.read(most)
     try:
         content = msgspec.convert(load_json(data, depth, digits), dict[str, Any])
-        version = content.get("version")
-        if versions and version is None:  # another program's file
+        if versions and "version" not in content:  # another program's file
             raise UnreadableFile(path, reason, remedy)
+        version = content.get("version")
         if versions and (type(version) is not int or version not in versions):
             raise UnreadableFile(
                 path,
