@@ -6,12 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from support.jobs import processes_of, until
 
 AGENT = """
 import os, subprocess, sys, time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from pipeworker.host.session_watcher import SessionWatcher
 
@@ -31,13 +35,16 @@ for name in ("watched", "removed"):
         watcher.remove(leader)
 print("done", flush=True)
 sys.stdin.read()
+watcher.resume()
 """
 
 
-def test_what_is_left_in_a_session_is_killed_when_the_agent_is(tmp_path: Path) -> None:
+@contextmanager
+def agent_in(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int, dict[str, int]]]:
+    """Yield an agent, its watcher and the processes in sessions, which are killed at the end."""
     with subprocess.Popen(
         [sys.executable, "-c", AGENT],
-        cwd=tmp_path,
+        cwd=folder,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -45,41 +52,31 @@ def test_what_is_left_in_a_session_is_killed_when_the_agent_is(tmp_path: Path) -
         assert agent.stdout is not None
         started = {}
         while (line := agent.stdout.readline()) != "done\n":
-            name, detached, number = line.split()
-            started[name, detached] = int(number)
-        found = processes_of(tmp_path).items()
+            name, _, number = line.rpartition(" ")
+            started[name] = int(number)
+        found = processes_of(folder).items()
         (watcher,) = [pid for pid, process in found if process.startswith("watcher\n")]
+        try:
+            yield agent, watcher, started
+        finally:
+            for pid in processes_of(folder):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_what_is_left_in_a_session_is_killed_when_the_agent_is(tmp_path: Path) -> None:
+    with agent_in(tmp_path) as (agent, watcher, started):
         os.kill(watcher, signal.SIGTERM)  # as to a whole host
         agent.kill()
-    try:
+        agent.wait()
         until(lambda: watcher not in processes_of(tmp_path))
-        left = {started["watched", "True"], started["removed", "False"], started["removed", "True"]}
+        left = {started["watched True"], started["removed False"], started["removed True"]}
         until(lambda: processes_of(tmp_path).keys() == left)
-    finally:
-        for pid in processes_of(tmp_path):
-            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_stopped_watcher_ends_with_an_agent_that_ends_by_itself(tmp_path: Path) -> None:
-    source = AGENT + "watcher.resume()\n"
-    with subprocess.Popen(
-        [sys.executable, "-c", source],
-        cwd=tmp_path,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as agent:
-        assert agent.stdin is not None
-        stdout = agent.stdout
-        assert stdout is not None
-        until(lambda: stdout.readline() == "done\n")
-        found = processes_of(tmp_path).items()
-        (watcher,) = [pid for pid, process in found if process.startswith("watcher\n")]
+    with agent_in(tmp_path) as (agent, watcher, _):
         os.kill(watcher, signal.SIGSTOP)
+        assert agent.stdin is not None
         agent.stdin.close()
         assert agent.wait(20) == 0
-    try:
         until(lambda: watcher not in processes_of(tmp_path))
-    finally:
-        for pid in processes_of(tmp_path):
-            os.kill(pid, signal.SIGKILL)
