@@ -317,32 +317,22 @@ def test_an_agent_that_hangs_in_its_import_is_replaced_soon(jobs: Jobs) -> None:
     assert re.match(text, cause)
 
 
-WAITS = """
+WAITS = (
+    JOB
+    + """
     import time
     from pathlib import Path
-
-    import torch
-    from torch import nn
 
     class Waits(nn.Linear):
         def __init__(self):
             while not Path("go").exists():
                 time.sleep(0.01)
-            super().__init__(4, 2)
+            super().__init__(8, 3)
 
     def model():
-        return [lambda: nn.Linear(4, 4), Waits]
-
-    def loss(output, target):
-        return nn.functional.cross_entropy(output, target)
-
-    def optimizer(params):
-        return torch.optim.SGD(params, lr=0.1)
-
-    def data():
-        while True:
-            yield torch.rand(4, 4), torch.tensor([0, 1, 0, 1])
+        return [lambda: nn.Linear(8, 8), Waits]
 """
+)
 
 
 def test_a_note_shows_the_stage_and_the_line_at_which_building_hangs(jobs: Jobs) -> None:
