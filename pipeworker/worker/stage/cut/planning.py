@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from pipeworker.errors import UsageError
+from pipeworker.plan.figures import plural
 from pipeworker.worker import blame
 from pipeworker.worker.internals import (
     FAKE_LOGGER,
@@ -108,7 +109,7 @@ class Planning:
                 raise self._needs_numbers(error) from error
             layer, unit = self._here()
             count = next((len(tensor) for tensor in tensors if tensor.dim()), 1)
-            samples = f"{count} sample{'s' * (count != 1)}"
+            samples = plural(count, "sample")
             where = (
                 f"forward() of model(), in layer {layer} ({unit}), on a micro-batch of {samples} "
                 "without numbers,"
