@@ -28,14 +28,14 @@ _TIME = Struct("<d")
 
 
 class ReadingClock:
-    """For how long a process has read one mini-batch, in memory that its forks share."""
+    """For how long a process has loaded its job or read, in memory that its forks share."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, _TIME.size)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Read a mini-batch inside the context."""
+        """Load the job, or read a mini-batch, inside the context."""
         _TIME.pack_into(self._memory, 0, time.monotonic())
         try:
             yield
@@ -43,7 +43,7 @@ class ReadingClock:
             _TIME.pack_into(self._memory, 0, 0.0)
 
     def seconds(self) -> float:
-        """Return the seconds since the process began to read; 0 if it does not read."""
+        """Return the seconds since that began; 0 if the process does neither."""
         (began,) = _TIME.unpack_from(self._memory, 0)
         return time.monotonic() - began if began else 0.0
 

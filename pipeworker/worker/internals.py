@@ -329,6 +329,7 @@ def move_module(module: nn.Module, device: torch.device) -> nn.Module:
         if type(parameter) is nn.Parameter and not _can_take_data(parameter, device):
             gradient, parameter.grad = parameter.grad, None
             _swap(parameter, nn.Parameter(parameter.detach().to(device), parameter.requires_grad))
+            # A hook is registered with what was swapped away: setting the dicts registers it anew.
             if parameter._backward_hooks:
                 move_hooks(parameter, parameter)
             if parameter._post_accumulate_grad_hooks:
