@@ -65,7 +65,8 @@ _ADVICE = {
     "modified by an inplace operation": (
         "\n  a change in place: several micro-batches run forward before the first one runs "
         "backward; change weights in the optimizer's step() or in before_update(), and use what a "
-        "hook on the backward changes in no forward"
+        "hook on the backward changes in no forward; for a buffer that only some forwards change, "
+        "use --recompute always"
     ),
     "Expected more than 1 value per channel when training": (
         "\n  batch norm: this micro-batch is too small; use fewer --microbatches or larger "

@@ -54,11 +54,24 @@ class Buffers:
         self._unchanged: dict[Slot, _Copied] = {}
         self._until: dict[Slot, torch.Tensor | None] = {}
         """Values of buffers that began to change later, from before their first change."""
+        self._waiting = 0
+
+    def begin(self) -> None:
+        """Start a mini-batch: no forward waits for its recompute."""
+        self._waiting = 0
+
+    def follow(self, slot: Slot, buffer: torch.Tensor | None, copy: torch.Tensor | None) -> None:
+        """Take the copy that a slot has now for the buffer that it had."""
+        copied = self._unchanged.get(slot)
+        if copied is not None and copied.is_of(buffer):
+            copied.watch(copy)
 
     @contextmanager
     def first_forward(self, mb: MicroBatch) -> Iterator[None]:
         """Keep the values from which the forward inside the context starts."""
         copies: Copies = {}
+        if self._waiting:
+            self._keep_changed()  # by a forward that keeps its graph
         for slot in self._changed():  # by code outside of forward
             self._unchanged[slot] = _Copied(slot, copy_of(get_slot(slot), copies))
         slots, attributes = self._changing, {}
@@ -87,10 +100,15 @@ class Buffers:
             for slot in self._slots:
                 if slot not in self._changing:
                     self._unchanged[slot] = _Copied(slot, copy_of(get_slot(slot), copies))
-        for slot in self._changed():
-            self._changing.append(slot)
-            self._until[slot] = self._unchanged.pop(slot).copy
+        self._keep_changed()
+        self._waiting += 1
         mb.buffers_before = mb.buffers_before or None
+
+    def _keep_changed(self) -> None:
+        """Keep the old values of buffers that have begun to change."""
+        for slot in self._changed():
+            self._changing = [*(self._changing or ()), slot]
+            self._until[slot] = self._unchanged.pop(slot).copy
 
     def _attributes(self, copies: Copies) -> dict[Slot, tuple[Any, Any]]:
         """Return the attributes of all modules; of those that are tensors, copies too."""
@@ -134,12 +152,16 @@ class Buffers:
 
         A change of the module's other buffers may leave no trace in their version.
         """
-        found = {slot[0] for slot, copied in self._unchanged.items() if copied.differs(slot)}
+        found = {
+            slot[0] for slot, copied in self._unchanged.items() if not copied.is_of(get_slot(slot))
+        }
         return [slot for slot in self._unchanged if slot[0] in found]
 
     @contextmanager
     def second_forward(self, mb: MicroBatch) -> Iterator[None]:
         """Give the forward inside the context the buffers of the first; undo its changes after."""
+        self._keep_changed()  # by a forward that keeps its graph
+        self._waiting -= 1
         before, mb.buffers_before = dict(mb.buffers_before or ()), None
         copies: Copies = {}
         for slot, value in self._until.items():
@@ -168,10 +190,13 @@ class _Copied:
 
     def __init__(self, slot: Slot, copy: torch.Tensor | None) -> None:
         self.copy = copy
-        self._buffer = get_slot(slot)
-        self._version = 0 if self._buffer is None else version_of(self._buffer)
+        self.watch(get_slot(slot))
 
-    def differs(self, slot: Slot) -> bool:
-        """Return whether the buffer was assigned, or its version counter changed."""
-        now = get_slot(slot)
-        return now is not self._buffer or (now is not None and version_of(now) != self._version)
+    def watch(self, buffer: torch.Tensor | None) -> None:
+        """Take the buffer as it is now for the one that was copied."""
+        self._buffer = buffer
+        self._version = 0 if buffer is None else version_of(buffer)
+
+    def is_of(self, now: torch.Tensor | None) -> bool:
+        """Return whether a tensor is the buffer, with the same version."""
+        return now is self._buffer and (now is None or version_of(now) == self._version)

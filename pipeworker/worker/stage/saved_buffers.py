@@ -19,26 +19,39 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from pipeworker.worker.internals import SAVED_PREFIX, buffers_of, ignores_statistics, is_fake
+from pipeworker.worker.internals import (
+    SAVED_PREFIX,
+    BatchNorm,
+    buffers_of,
+    ignores_statistics,
+    is_fake,
+)
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.offload import Offload, Packed, addresses_of
+from pipeworker.worker.stage.recompute import Buffers
 from pipeworker.worker.stage.slots import Copies, Slot, copy_of, get_slot, set_slot
 from pipeworker.worker.stage.values import checksums, distinct_tensors, versions
 
 _UNUSED = (f"{SAVED_PREFIX}running_mean", f"{SAVED_PREFIX}running_var")
 """The names of the tensors that a batch norm in training saves, and does not use."""
+_SMALL = 16 * 1024
+"""The bytes of a buffer up to which its copy costs a few microseconds."""
 
 
 class SavedBuffers:
     """The buffers of a stage that its forwards change in place and its graphs save.
 
     The very first forward that keeps its graph finds out which these are; most networks have none.
-    After each forward the layers continue with copies of them, and the graph keeps the originals.
-    A tensor in a plain attribute is treated as a buffer. Such tensors stay on the device.
+    A small buffer that it only saves is one of them too, because a later forward may change it, as
+    a temperature that falls at times. After each forward the layers continue with copies, and the
+    graph keeps the originals. A tensor in a plain attribute is treated as a buffer. Such tensors
+    stay on the device.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], offload: Offload | None = None) -> None:
-        self._offload = offload
+    def __init__(
+        self, layers: Sequence[nn.Module], buffers: Buffers, offload: Offload | None = None
+    ) -> None:
+        self._buffers, self._offload = buffers, offload
         whole = nn.ModuleList(layers)
         self._modules, self._weights = [*whole.modules()], [*whole.parameters()]
         self._slots: list[Slot] | None = None
@@ -54,10 +67,12 @@ class SavedBuffers:
         before = self._candidates() if self._slots is None else {}
         yield
         if self._slots is None:
-            self._slots = _saved_and_changed(before, mb.output)
+            self._slots = _saved_and_changing(before, mb.output)
         copies: Copies = {}
         for slot in self._slots:
-            set_slot(slot, copy_of(get_slot(slot), copies))
+            buffer = get_slot(slot)
+            set_slot(slot, copy_of(buffer, copies))
+            self._buffers.follow(slot, buffer, get_slot(slot))
         if copies and self._offload is not None:
             self._offload.leave(copies.values())
 
@@ -90,15 +105,25 @@ def _state_of(tensor: torch.Tensor) -> _State:
     return versions(tensor), checksums(tensor)
 
 
-def _saved_and_changed(before: dict[Slot, tuple[torch.Tensor, _State]], output: Any) -> list[Slot]:
-    """Return the slots whose tensors the forward has changed in place and its graph has saved."""
-    changed = [
+def _saved_and_changing(before: dict[Slot, tuple[torch.Tensor, _State]], output: Any) -> list[Slot]:
+    """Return the slots whose tensors the forward's graph has saved, and which forwards may change.
+
+    These are the tensors that this forward has changed in place, and the small ones. The statistics
+    of a batch norm that did not change are left out: a network has many of them.
+    """
+    changing = [
         slot
         for slot, (value, state) in before.items()
-        if get_slot(slot) is value and not value.requires_grad and _state_of(value) != state
+        if get_slot(slot) is value
+        and not value.requires_grad
+        and (_is_small(slot, value) or _state_of(value) != state)
     ]
-    saved = {*_saved_storages(output)} if changed else ()
-    return [slot for slot in changed if _address(before[slot][0]) in saved]
+    saved = {*_saved_storages(output)} if changing else ()
+    return [slot for slot in changing if _address(before[slot][0]) in saved]
+
+
+def _is_small(slot: Slot, value: torch.Tensor) -> bool:
+    return value.nbytes <= _SMALL and not isinstance(slot[0], BatchNorm)
 
 
 def _saved_storages(output: Any) -> Iterator[int | None]:

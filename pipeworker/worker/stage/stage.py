@@ -73,7 +73,7 @@ class Stage:
         self._buffers = Buffers(self.layers)
         self._borrowing = config.borrowing
         self._offload = Offload(self.layers, copies) if copies is not None else None
-        self._saved = SavedBuffers(self.layers, self._offload)
+        self._saved = SavedBuffers(self.layers, self._buffers, self._offload)
         self._input_changes: bool | None = None
         self._weights = [*nn.ModuleList(self.layers).parameters()]  # each once
         self._watched = _WATCHED
@@ -91,6 +91,7 @@ class Stage:
         self._step = step
         self._loss_scale = loss_scale
         self._layers.begin(step, first)
+        self._buffers.begin()
         if self._offload is not None:
             self._offload.begin()
 

@@ -14,6 +14,7 @@ from pipeworker.worker.internals import FakeTensorMode
 from pipeworker.worker.stage.layers import StageConfig
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.offload import Copies
+from pipeworker.worker.stage.recompute import Buffers
 from pipeworker.worker.stage.saved_buffers import SavedBuffers
 from pipeworker.worker.stage.stage import Stage
 
@@ -43,6 +44,21 @@ class Untraced(Scale):
 
     def change(self, greatest: torch.Tensor) -> None:
         self.scale.data.mul_(0.9).add_(greatest, alpha=0.1)
+
+
+class AtTimes(Scale):
+    """Changes it in every other forward, and so not in the very first."""
+
+    forwards: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.long))
+
+    def change(self, greatest: torch.Tensor) -> None:
+        self.forwards += 1
+        if self.forwards % 2 == 0:
+            super().change(greatest)
 
 
 class Attribute(Untraced):
@@ -93,9 +109,9 @@ def inputs(step: int) -> Sequence[torch.Tensor]:
     return torch.randn(4, 5, WIDTH, generator=generator).unbind()
 
 
-@pytest.mark.parametrize("recompute", [(), (0,), (1, 2, 3)])
+@pytest.mark.parametrize("recompute", [(), (0,), (0, 2), (1, 2, 3)])
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("kind", [Scale, Untraced, Attribute, Shared, Renorm])
+@pytest.mark.parametrize("kind", [Scale, Untraced, AtTimes, Attribute, Shared, Renorm])
 def test_gradients_are_those_of_the_plain_loop(
     kind: type[nn.Module], offload: bool, recompute: Sequence[int]
 ) -> None:
@@ -126,7 +142,7 @@ def test_fake_tensors_have_no_bits_to_compare() -> None:
     with FakeTensorMode():
         layer, scale, mb = nn.Identity(), torch.ones(WIDTH), MicroBatch(0)
         layer.register_buffer("scale", scale)
-        saved = SavedBuffers([layer])
+        saved = SavedBuffers([layer], Buffers([layer]))
         with saved.forward(mb):
             mb.output = scale.mul_(2) * torch.ones(2, WIDTH)
     assert saved.is_empty
