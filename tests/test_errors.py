@@ -203,8 +203,8 @@ TRAINING = {
         "tied = nn.BatchNorm1d(8)\n        return nn.Sequential(tied, nn.ReLU(), tied, tied, tied)"
         "\n        return nn.Sequential(",
         2,
-        r"--stages 2: more than the parts of model\(\), 1, that share no buffer; use --stages 1, "
-        "or call a module with buffers once",
+        r"--stages 2: more than the parts of model\(\), 1, that share no changing buffer; use "
+        "--stages 1, or call a module with buffers once",
     ),
     "job file that raises": (
         "def model",

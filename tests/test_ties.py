@@ -349,3 +349,74 @@ def test_more_places_than_one_frame_carries(jobs: Jobs) -> None:
         for k in (1, 2)
     ]
     same(*runs)
+
+
+TABLES = """
+    import torch
+    from torch import nn
+
+    class Rotary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("cos", torch.linspace(0.5, 1.5, 8))
+
+        def forward(self, x):
+            return x * self.cos
+
+    class Block(nn.Module):
+        def __init__(self, rotary):
+            super().__init__()
+            self.linear, self.rotary = nn.Linear(8, 8), rotary
+
+        def forward(self, x):
+            return torch.tanh(self.rotary(self.linear(x)))
+
+    def blocks():
+        rotary = Rotary()
+        return [Block(rotary) for _ in range(3)]
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(blocks())
+            self.register_buffer("scale", torch.rand(8))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x * self.scale)
+            return x
+
+    def model():
+        return nn.Sequential(*blocks())
+
+    def loss(output, target):
+        return (output - target).pow(2).mean()
+
+    def optimizer(params):
+        return torch.optim.AdamW(params, lr=0.02)
+
+    def data():
+        for _ in range(4):
+            x = torch.randn(6, 8)
+            yield x, x.roll(1, 1)
+"""
+TABLES_CUT = """
+    def model():
+        return Network()
+"""
+
+
+@pytest.mark.parametrize("source", [TABLES, TABLES + TABLES_CUT], ids=["sequence", "cut"])
+def test_stages_have_the_same_tables(jobs: Jobs, source: str) -> None:
+    words = ("--microbatches", "3", "--no-profile")
+    one = jobs.train("--stages", "1", *words, source=source)
+    same(one, jobs.train("--stages", "3", *words, source=source))
+    same(one, jobs.train("--stages", "2", "--balance", "1,2", *words, source=source))
+
+
+def test_a_table_that_changes_without_a_trace_is_an_error(jobs: Jobs) -> None:
+    source = TABLES.replace("return x * self.cos", "self.cos.data += 1; return x * self.cos")
+    run = jobs.run("--stages", "3", "--microbatches", "3", "--no-profile", source=source)
+    assert run.status == 2, run.stderr
+    assert "(Block): the buffer " in run.stderr
+    assert ".rotary.cos has changed, as the end of step 1 shows" in run.stderr

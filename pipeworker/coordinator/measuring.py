@@ -39,7 +39,7 @@ class Measuring:
         counted: whether facts are counts, and nothing is measured.
         slots: snapshots of each worker's state that its host keeps.
         frozen: the layers that have nothing to train, as all workers know.
-        shared_buffers: buffers that are in several layers.
+        shared_buffers: buffers that are in several layers and may change in a forward.
         fresh: the facts that this job has measured, by digest.
         problem: why a kind could not be measured, or the network not be run; of several the last.
     """

@@ -16,7 +16,7 @@ class Skip:
 
 @dataclass(frozen=True, slots=True, order=True)
 class SharedBuffer:
-    """A buffer of the layers `first` and `last`: one stage must have all layers between them."""
+    """A buffer that forwards change, of the layers `first` and `last`: one stage has both."""
 
     first: int
     last: int

@@ -108,7 +108,7 @@ class NetworkFacts:
         updates_at_once: whether an optimizer updates all parameters in one operation, which takes
             the `update_bytes` of all layers at once.
         frozen: the layers that are known, before any is built, to have nothing to train.
-        shared_buffers: buffers that are in several layers.
+        shared_buffers: buffers that are in several layers and may change in a forward.
         replicas: copies of the pipeline that add up their gradients.
         shards_optimizer: whether each replica has a part of the optimizer's state.
         device: the name of what the workers compute on; "" if it is not the same for all.

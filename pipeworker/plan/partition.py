@@ -79,8 +79,8 @@ def _too_few(layers: int, stages: int, per_worker: int, parts: int) -> UsageErro
     instead = f"use --stages {most}{fewer}, or " if most else ""
     if parts < layers:
         return UsageError(
-            f"--stages {workers}: {what} than the parts of model(), {parts}, that share no buffer; "
-            f"{instead}call a module with buffers once, on its inputs concatenated"
+            f"--stages {workers}: {what} than the parts of model(), {parts}, that share no "
+            f"changing buffer; {instead}call a module with buffers once, on its inputs concatenated"
         )
     return UsageError(
         f"--stages {workers}: {what} than the layers of model(), {layers}; {instead}split the "

@@ -168,6 +168,7 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
                     class_before=model.class_of(part.first - 1),
                     skips=StageSkips.of(plan.skips, part.stage),
                     borrowing=model.borrowing,
+                    shared_buffers=model.shared_buffers(part),
                 ),
                 tracker,
                 loss=job.loss if part.stage == role.placement.stages - 1 else None,

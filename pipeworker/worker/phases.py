@@ -74,7 +74,9 @@ class ModelledWorker:
         if reads_first and model.cut is not None:
             skips = model.cut.plan.skips()
         outline, problem = None, ""
-        if reads_first and (uses_skips or options.is_planned):
+        buffers = shared_buffers(model.entries) if reads_first else ()
+        needs_survey = uses_skips or options.is_planned or (buffers and not options.own_loop)
+        if reads_first and needs_survey:
             tracker = loaded.settings.tracker
             tracker.set(Phase.READING)
             value = sample if options.own_loop else loaded.reader.peek().inputs[0]
@@ -83,6 +85,7 @@ class ModelledWorker:
             if process is not None and loaded.path is not None:
                 wanted = surroundings_of(loaded) if options.is_planned else ""
                 found = process.survey(loaded.path, options, value, wanted)
+            buffers = shared_buffers(model.entries, found.get("changing", ()))
             if uses_skips:
                 device, precision = loaded.device, options.precision
                 pass_over = survey.Survey(model.entries, options.seed, device, precision)
@@ -112,7 +115,7 @@ class ModelledWorker:
             outline,
             machine_of(loaded.device, model.entries) if options.is_planned else None,
             model.frozen(),
-            shared_buffers(model.entries),
+            buffers,
             problem,
         )
 

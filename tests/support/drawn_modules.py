@@ -178,7 +178,7 @@ class Drawn(nn.Module):
         self.units = nn.ModuleList(map(Unit, kinds))
         self.scale: nn.Parameter = nn.Parameter(torch.ones(WIDTH))
         self.table: torch.Tensor
-        self.register_buffer("table", torch.full((WIDTH,), 0.5), persistent=False)
+        self.register_buffer("table", torch.full((WIDTH,), 0.5))
         self.body, self.both, self.count = body, both, 0
         self.kept: torch.Tensor | None = None
 

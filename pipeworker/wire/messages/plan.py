@@ -43,7 +43,7 @@ class Described:
             layers are wanted and they could be run on fake tensors.
         machine: what the worker computes on, if facts are wanted.
         frozen: the layers that have nothing to train, ascending.
-        shared_buffers: buffers that are in several layers.
+        shared_buffers: buffers that are in several layers and may change in a forward.
         problem: why the network could not be run on fake tensors, if it has no outline, or why the
             operations of a layer could not be counted.
     """

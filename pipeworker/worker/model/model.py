@@ -29,6 +29,7 @@ from pipeworker.worker.stage.borrowed import Borrowing
 from pipeworker.worker.stage.cut import building
 from pipeworker.worker.stage.cut.part import Cut
 from pipeworker.worker.stage.cut.plan import CutPlan
+from pipeworker.worker.stage.shared_buffers import Place
 from pipeworker.worker.transport.structure import TypeRegistry
 from pipeworker.worker.update.ties import Ties, separate, shared_parameters
 
@@ -86,6 +87,7 @@ class Model:
                 reject_lazy_layer(entry, index)
         self._origins = Origins(self.entries)
         self.existing: list[Existing] = []
+        self._buffers = buffer_places(self.entries)
         self._places = ByParameter()
         for index, entry in enumerate(self.entries):
             if isinstance(entry, nn.Module):
@@ -213,6 +215,17 @@ class Model:
             if isinstance(entry, nn.Module) and not any(p.requires_grad for p in entry.parameters())
         )
 
+    def shared_buffers(self, part: StageRange) -> dict[Place, str]:
+        """Return the buffers of a stage that other stages have too, and their names."""
+        own = range(part.first, part.stop)
+        return {
+            (index, key): self.names.parameter(index, key)
+            for places in self._buffers
+            if not all(index in own for index, _ in places)
+            for index, key in places
+            if index in own
+        }
+
     def notes(self) -> tuple[str, ...]:
         """Return notes on what may be a mistake, each a sentence."""
         found = [eval_mode_note(self.entries)]
@@ -310,13 +323,35 @@ class Model:
                 raise UsageError(f"names: {name!r}: the layer has no {key}; it has {known}, …")
 
 
-def shared_buffers(entries: Sequence[Any]) -> tuple[SharedBuffer, ...]:
-    """Return the buffers that are in several layers: each by its first and its last one."""
-    places: dict[int, list[int]] = {}
+def buffer_places(entries: Sequence[Any]) -> list[list[Place]]:
+    """Return the places of each buffer that is in several layers."""
+    places: dict[int, list[Place]] = {}
     for index, entry in enumerate(entries):
-        for buffer in entry.buffers() if isinstance(entry, nn.Module) else ():
-            places.setdefault(id(buffer), []).append(index)
-    return tuple(sorted({SharedBuffer(p[0], p[-1]) for p in places.values() if p[0] < p[-1]}))
+        named = entry.named_buffers(remove_duplicate=False) if isinstance(entry, nn.Module) else ()
+        for key, buffer in named:
+            places.setdefault(id(buffer), []).append((index, key))
+    return [found for found in places.values() if found[0][0] < found[-1][0]]
+
+
+def shared_buffers(
+    entries: Sequence[Any], changing: Sequence[Collection[str]] = ()
+) -> tuple[SharedBuffer, ...]:
+    """Return the buffers that must be on one stage: each by its first and its last layer.
+
+    Args:
+        entries: the layers, or callables that build them.
+        changing: the names of the buffers in each layer that its forward may change; layers for
+            which there are none given may change all.
+    """
+    return tuple(
+        sorted(
+            {
+                SharedBuffer(places[0][0], places[-1][0])
+                for places in buffer_places(entries)
+                if any(i >= len(changing) or key in changing[i] for i, key in places)
+            }
+        )
+    )
 
 
 def _is_sequence(model: Any) -> bool:

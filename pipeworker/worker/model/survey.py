@@ -36,7 +36,7 @@ from pipeworker.plan.skips import match
 from pipeworker.wire.codec import Codec
 from pipeworker.worker import blame
 from pipeworker.worker.device.device import to_device
-from pipeworker.worker.internals import pytree, shared_fake_mode, view_of
+from pipeworker.worker.internals import pytree, shared_fake_mode, version_of, view_of
 from pipeworker.worker.model.lazy import reject_lazy_layer
 from pipeworker.worker.profile.outline import Drawing
 from pipeworker.worker.stage import rng, skips
@@ -47,7 +47,8 @@ from pipeworker.worker.stage.values import map_tensors
 
 log = logging.getLogger(__name__)
 Found = dict[str, Any]
-"""By layer its class and its stashes and pops, as ``classes`` and ``events``; or an ``error``.
+"""By layer its class, its stashes and pops, and the names of buffers that its forward may change,
+as ``classes``, ``events`` and ``changing``; or an ``error``.
 
 It may have the ``outline`` of the network, packed, the signature of its ``output``, and as
 ``uncounted`` why the operations of a layer are not counted.
@@ -136,6 +137,7 @@ class Survey:
         """Return each layer's class and its stashes and pops, up to the first pop that fails."""
         classes: list[str] = []
         events: list[list[tuple[str, str]]] = []
+        changing: list[list[str]] = []
         table = skips.Recorder() if drawing is None else drawing.table
         where = (device or torch.device("cpu")).type
         with table.active():
@@ -150,6 +152,7 @@ class Survey:
                 classes.append(blame.kind_of(layer))
                 tracker.set(Phase.SURVEY, microbatch=0, layer=index)
                 rng.seed_all(rng.layer_seed(self.seed, 0, 0, index))
+                buffers = _states(layer)
                 try:
                     with autocast(where, self.precision) or nullcontext():
                         value = drawing.call(index, layer, value) if drawing else layer(value)
@@ -160,11 +163,12 @@ class Survey:
                     before = blame.layer(index - 1, classes[index - 1])
                     blame.reject_none(value, before, name, error)
                     blame.blame_user(name, error)
+                changing.append(_changed(buffers, _states(layer)))
                 if device is not None:
                     value = map_tensors(_without_graph, value)
                     table.replace(_without_graph)
         classes += [type(entry).__name__ for entry in self.entries[len(classes) :]]
-        return {"events": events, "classes": classes}
+        return {"events": events, "classes": classes, "changing": changing}
 
 
 def fresh_layer(entry: job_file.Entry, index: int, seed: int, *, real: bool = True) -> nn.Module:
@@ -193,6 +197,31 @@ def _copied(layer: nn.Module, *, real: bool) -> nn.Module:
     memo: dict[int, Any] = {id(b): b.detach().clone() for b in layer.buffers()}
     memo |= computed_attributes(layer)
     return copy.deepcopy(layer, memo | copies_of_hollow(layer, real=real))
+
+
+_States = dict[str, tuple[torch.Tensor, int]]
+"""The buffers of a layer by name, and the version of each."""
+
+
+def _states(layer: nn.Module) -> _States:
+    named = layer.named_buffers(remove_duplicate=False)
+    return {name: (buffer, version_of(buffer)) for name, buffer in named}
+
+
+def _changed(before: _States, after: _States) -> list[str]:
+    """Return the buffers of each module of which one was assigned or changed in place.
+
+    A change of the module's other buffers may leave no trace in their version, as of the statistics
+    of a batch norm, which counts its forwards too.
+    """
+    absent = (None, 0)
+    modules = {
+        name.rpartition(".")[0]
+        for name in before.keys() | after.keys()
+        for (old, version), (new, now) in [(before.get(name, absent), after.get(name, absent))]
+        if old is not new or version != now
+    }
+    return [name for name in before if name.rpartition(".")[0] in modules]
 
 
 def pack_outline(outline: Outline) -> bytes:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from pipeworker.worker.internals import allow_any_number_of_graphs, calling_arou
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.borrowed import Borrowing
 from pipeworker.worker.stage.cut.part import Part
+from pipeworker.worker.stage.shared_buffers import Place
 from pipeworker.worker.stage.skips import StageSkips, Table
 from pipeworker.worker.stage.values import describe, first_in_graph
 
@@ -86,6 +87,7 @@ class StageConfig:
         deferred_batch_norm: update running statistics once a mini-batch.
         compiler: a backend of ``torch.compile`` for the layers; None to run them as they are.
         borrowing: looks at the first micro-batch for parameters that layers use and do not have.
+        shared_buffers: the names of buffers that other stages have too, by place.
     """
 
     index: int
@@ -98,6 +100,7 @@ class StageConfig:
     deferred_batch_norm: bool = False
     compiler: str | None = None
     borrowing: Borrowing | None = None
+    shared_buffers: Mapping[Place, str] = field(default_factory=dict)
 
     @staticmethod
     def of(options: Options, device: torch.device) -> StageConfig:

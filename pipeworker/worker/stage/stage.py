@@ -29,6 +29,7 @@ from pipeworker.worker.stage.microbatch import (
 from pipeworker.worker.stage.offload import Copies, Offload
 from pipeworker.worker.stage.recompute import Buffers
 from pipeworker.worker.stage.saved_buffers import SavedBuffers
+from pipeworker.worker.stage.shared_buffers import SharedBuffers
 from pipeworker.worker.stage.values import (
     checksums,
     describe,
@@ -74,6 +75,7 @@ class Stage:
         self._borrowing = config.borrowing
         self._offload = Offload(self.layers, copies) if copies is not None else None
         self._saved = SavedBuffers(self.layers, self._buffers, self._offload)
+        self._shared = SharedBuffers(self.layers, config.first, config.shared_buffers)
         self._input_changes: bool | None = None
         self._weights = [*nn.ModuleList(self.layers).parameters()]  # each once
         self._watched = _WATCHED
@@ -92,11 +94,13 @@ class Stage:
         self._loss_scale = loss_scale
         self._layers.begin(step, first)
         self._buffers.begin()
+        self._shared.begin()
         if self._offload is not None:
             self._offload.begin()
 
     def end(self) -> None:
         """End the mini-batch: deferred batch norms update their statistics."""
+        self._shared.check(self._step)
         self.deferred.commit()
 
     def forward(self, mb: MicroBatch) -> None:

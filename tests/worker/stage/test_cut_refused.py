@@ -168,10 +168,6 @@ def checkpointed(m: Any, x: torch.Tensor) -> Any:
     return torch.utils.checkpoint.checkpoint(m.l[1], m.l[0](x), use_reentrant=False)
 
 
-def buffered(m: Any, x: torch.Tensor) -> Any:
-    return m.l[2](m.l[1](m.l[0](x) + m.mean) + m.mean)
-
-
 def decided_by_a_buffer(m: Any, x: torch.Tensor) -> Any:
     return m.l[1](m.l[0](x)) if m.mean.sum() > 1 else m.l[0](x)
 
@@ -269,7 +265,6 @@ def replaced(m: Any, x: torch.Tensor) -> Any:
         (kept, "uses a tensor that a unit keeps in an attribute"),
         (function, "calls the autograd.Function Square between its layers"),
         (checkpointed, "makes a checkpoint"),
-        (buffered, "uses the buffer 'mean' in the layers of l.1 and l.2"),
         (decided_by_a_buffer, "depends on the numbers of a buffer"),
         (statistics, "uses the buffer 'norm.running_mean' outside"),
         (filled_by_a_view, "fills a tensor that is a view or has one"),

@@ -149,13 +149,6 @@ def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
                 f"model(): its forward changes the buffer {name!r} outside of the modules that its "
                 "layers are made of; move it into one of them, or return a list of layers"
             )
-    for name in dict(saved_buffers(copied)).keys() & plan.parameters.keys():
-        if len(layers := plan.parameters[name]) > 1:
-            raise UsageError(
-                f"model(): its forward uses the buffer {name!r} in the layers of "
-                f"{plan.units[layers[0]]} and {plan.units[layers[1]]}, and a buffer is on one "
-                "stage; register it with persistent=False, or use it within one layer"
-            )
     if changed := itself.changed("", module):
         raise UsageError(
             f"model(): a hook or another function holds the module, and sets {changed!r} of it; a "
