@@ -5,6 +5,7 @@ Modelled, planned (the stages are built), connected.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from pipeworker.environment import timings
@@ -39,6 +40,8 @@ from pipeworker.worker.step.executor import Executor
 from pipeworker.worker.step.wiring import Wiring
 from pipeworker.worker.transport.connect import connect
 from pipeworker.worker.transport.structure import TypeRegistry
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +79,25 @@ class ModelledWorker:
         outline, problem = None, ""
         buffers = shared_buffers(model.entries) if reads_first else ()
         needs_survey = uses_skips or options.is_planned or (buffers and not options.own_loop)
+        found: survey.Found = {"error": "a script is surveyed in its own process"}
         if reads_first and needs_survey:
             tracker = loaded.settings.tracker
             tracker.set(Phase.READING)
             value = sample if options.own_loop else loaded.reader.peek().inputs[0]
             process = loaded.settings.survey
-            found: survey.Found = {"error": "a script is surveyed in its own process"}
             if process is not None and loaded.path is not None:
                 wanted = surroundings_of(loaded) if options.is_planned else ""
                 found = process.survey(loaded.path, options, value, wanted)
-            buffers = shared_buffers(model.entries, found.get("changing", ()))
-            if uses_skips:
-                device, precision = loaded.device, options.precision
-                pass_over = survey.Survey(model.entries, options.seed, device, precision)
-                skips = pass_over.run(found, value, tracker)
             if options.is_planned:
                 outline, problem = outline_of(found, loaded)
+            if "error" in found and (uses_skips or (buffers and model.cut is None)):
+                log.info("the survey needs real tensors: %s", found["error"])
+                device, precision = loaded.device, options.precision
+                pass_over = survey.Survey(model.entries, options.seed, device, precision)
+                found = pass_over.on_real_tensors(value, tracker)
+            if uses_skips:
+                skips = survey.skips_of(found)
+            buffers = shared_buffers(model.entries, found.get("changing", ()))
         if loaded.settings.survey is not None:
             loaded.settings.survey.close()
         with user_code("model()", early=True):

@@ -79,22 +79,17 @@ class Survey:
     precision: str = "fp32"
     is_cut: bool = False
 
-    def run(self, found: Found, value: Any, tracker: Tracker) -> tuple[Skip, ...]:
-        """Return the skip connections of the model.
+    def on_real_tensors(self, value: Any, tracker: Tracker) -> Found:
+        """Return what a pass on real tensors finds; a layer that is broken raises again.
 
         Args:
-            found: what a survey on fake tensors has found, or its ``error``.
             value: a micro-batch's input on the CPU.
-            tracker: gets the layer that is run on real tensors.
+            tracker: gets the layer that is run.
 
         Raises:
-            SkipError: stashes and pops do not match.
-            UserCodeError: a layer raised on real tensors.
+            UserCodeError: a layer raised.
         """
-        if "error" in found:  # a broken layer raises again on real tensors
-            log.info("the survey needs real tensors: %s", found["error"])
-            found = self._pass(to_device(value, self.device), tracker, self.device)
-        return match(found["events"], found["classes"])
+        return self._pass(to_device(value, self.device), tracker, self.device)
 
     def on_fakes(self, value: Any, drawing: Drawing | None = None) -> Found:
         """Return what a pass on fake tensors finds; they may remain where layers cache them.
@@ -125,7 +120,7 @@ class Survey:
         """
         drawing.begin(value, value)
         found = self._pass(value, tracker, self.device, drawing)
-        match(found["events"], found["classes"])
+        skips_of(found)
 
     def _pass(
         self,
@@ -169,6 +164,15 @@ class Survey:
                     table.replace(_without_graph)
         classes += [type(entry).__name__ for entry in self.entries[len(classes) :]]
         return {"events": events, "classes": classes, "changing": changing}
+
+
+def skips_of(found: Found) -> tuple[Skip, ...]:
+    """Return the skip connections of a model.
+
+    Raises:
+        SkipError: stashes and pops do not match.
+    """
+    return match(found["events"], found["classes"])
 
 
 def fresh_layer(entry: job_file.Entry, index: int, seed: int, *, real: bool = True) -> nn.Module:

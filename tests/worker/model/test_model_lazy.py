@@ -61,4 +61,4 @@ def test_a_lazy_layer_that_a_callable_returns_is_named_when_it_is_built() -> Non
     with pytest.raises(UsageError, match=r"^layer 1 \(LazyLinear\): has parameters without sizes"):
         made.build(StageRange(0, 0, 2), ())
     with pytest.raises(UsageError, match=r"^layer 1 \(LazyLinear\): has parameters without sizes"):
-        Survey(made.entries, 0, CPU).run({"error": "it is called"}, torch.zeros(2, 3), Tracker())
+        Survey(made.entries, 0, CPU).on_real_tensors(torch.zeros(2, 3), Tracker())
