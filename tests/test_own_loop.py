@@ -243,6 +243,39 @@ def test_tokens_are_counted_in_steps_alone(scripts: Scripts) -> None:
     assert found["wrong"].startswith("pipeworker.Pipeline(): tokens is an int; make it a function")
 
 
+def test_stages_that_share_a_buffer_need_a_sample(scripts: Scripts) -> None:
+    shared = """
+        class Scale(nn.Linear):
+            def __init__(self, table):
+                super().__init__(8, 8)
+                self.register_buffer("table", table)
+
+            def forward(self, x):
+                return super().forward(x) * self.table
+
+        def model():
+            table = torch.rand(8)
+            return nn.Sequential(Scale(table), Scale(table), Scale(table), nn.Linear(8, 3))
+
+        options = {"sample": torch.zeros(1, 8)} if os.environ.get("SAMPLE") else {}
+        with pipeworker.Pipeline(
+            model, loss=loss, optimizer=optimizer, microbatches=4, run_dir="run", **options
+        ) as pipe:
+            report(losses=[pipe.step(batch).loss for batch in data()])
+    """
+    reports = []
+    for stages in (1, 3):
+        ranks = scripts.start(script(JOB, shared), stages, SAMPLE="yes")
+        ranks.succeed()
+        reports.append(ranks.reported(0))
+    assert reports[0] == reports[1]
+    runs = scripts.start(script(JOB, shared), 3).end()
+    assert any(
+        "or pass a sample to pipeworker.Pipeline if no forward" in run.stderr for run in runs
+    )
+    assert all(run.status for run in runs)
+
+
 @slow
 def test_skips_need_a_sample(scripts: Scripts) -> None:
     skips = """

@@ -145,12 +145,17 @@ class Blueprint:
         Raises:
             UsageError: the options do not fit the model.
         """
-        per_worker = placement.stages // placement.workers
-        if isinstance(options.balance, tuple):
-            return partition.check_balance(
-                options.balance, model.layers, placement.stages, model.shared_buffers
-            )
-        return partition.even(len(model.layers), placement.stages, per_worker, model.shared_buffers)
+        layers, stages, shared = model.layers, placement.stages, model.shared_buffers
+        try:
+            if isinstance(options.balance, tuple):
+                return partition.check_balance(options.balance, layers, stages, shared)
+            return partition.even(len(layers), stages, stages // placement.workers, shared)
+        except UsageError as error:
+            if not options.own_loop or not shared:
+                raise
+            raise UsageError(
+                f"{error}, or pass a sample to pipeworker.Pipeline if no forward changes the buffer"
+            ) from None
 
     def check_resumed(self, layers: Sequence[str], step: int) -> None:
         """Raise UsageError unless the model has the layers of the checkpoint of `step`, if any."""

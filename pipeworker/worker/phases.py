@@ -78,7 +78,8 @@ class ModelledWorker:
             skips = model.cut.plan.skips()
         outline, problem = None, ""
         buffers = shared_buffers(model.entries) if reads_first else ()
-        needs_survey = uses_skips or options.is_planned or (buffers and not options.own_loop)
+        has_input = sample is not None or not options.own_loop
+        needs_survey = uses_skips or options.is_planned or (buffers and has_input)
         found: survey.Found = {"error": "a script is surveyed in its own process"}
         if reads_first and needs_survey:
             tracker = loaded.settings.tracker
@@ -90,7 +91,7 @@ class ModelledWorker:
                 found = process.survey(loaded.path, options, value, wanted)
             if options.is_planned:
                 outline, problem = outline_of(found, loaded)
-            if "error" in found and (uses_skips or (buffers and model.cut is None)):
+            if "error" in found and (uses_skips or buffers):
                 log.info("the survey needs real tensors: %s", found["error"])
                 device, precision = loaded.device, options.precision
                 pass_over = survey.Survey(model.entries, options.seed, device, precision)
