@@ -55,7 +55,8 @@ class Borrowing:
         def watched(*args: Any) -> Any:
             begin = sequence_of(torch.ones((), requires_grad=True).clone().grad_fn)
             output = call(*args)
-            own = {id(parameter) for parameter in layer.parameters()}
+            given = distinct_tensors(args)  # a layer may return a parameter of its own
+            own = {id(parameter) for parameter in (*layer.parameters(), *given)}
             for parameter in _leaves(output, begin):
                 if id(parameter) in own:
                     continue

@@ -71,6 +71,15 @@ def test_a_layer_that_uses_a_parameter_of_another_is_an_error(
         run(compute)
 
 
+def test_a_layer_may_be_given_the_parameter_that_another_returns() -> None:
+    found = Borrowing(lambda _: "0.weight", lambda _: "")
+    call = found.watching("layer 1", 1, nn.Identity(), lambda x: x @ OTHER.weight.t())
+    with pytest.raises(UsageError, match=r"uses the parameter 0.weight"):
+        call(torch.ones(2, 3))
+    call = found.watching("layer 1", 1, nn.Identity(), lambda pair: pair[0] @ pair[1].t())
+    assert call((torch.ones(2, 3), OTHER.weight)).requires_grad
+
+
 def test_a_parameter_that_no_known_layer_has_is_reported_once() -> None:
     origins = {id(UNKNOWN): "abc"}
     assert run(lambda x: {"x": x * UNKNOWN}, origins) == [Borrowed("layer 5 (Uses)", 5, "abc")]
