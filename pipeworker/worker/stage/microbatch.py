@@ -53,11 +53,12 @@ class MicroBatch:
 
         loss, count: scalars that ``loss`` returned, on the last stage.
 
-        edges, boundary, buffers_before, weights_version, checksums, weight_gradients, offloaded:
+        edges, boundary, buffers_before, weights_version, checksums, weight_gradients, offloaded,
+        local_gradients:
             state that the stage keeps from one of its actions to the next: where the graph begins,
             for a split backward; gradients caught there; values of buffers before the first
             forward; the number of changes of the weights then; those of its output; the second half
-            of the backward; what the graph saved.
+            of the backward; what the graph saved; gradients that the forward has accumulated.
     """
 
     number: int
@@ -87,6 +88,7 @@ class MicroBatch:
     checksums: tuple[int, ...] = ()
     weight_gradients: DeferredBackward | None = None
     offloaded: SavedGraph | None = None
+    local_gradients: Sequence[tuple[nn.Parameter, torch.Tensor]] = ()
 
     @property
     def share(self) -> torch.Tensor:

@@ -20,6 +20,7 @@ from pipeworker.worker.internals import engine, version_of
 from pipeworker.worker.stage import losses, split
 from pipeworker.worker.stage.batchnorm import DeferredBatchNorm
 from pipeworker.worker.stage.layers import Layers, StageConfig
+from pipeworker.worker.stage.local_gradients import LocalGradients, add_local_gradients
 from pipeworker.worker.stage.microbatch import (
     Arrived,
     Gradients,
@@ -78,6 +79,7 @@ class Stage:
         self._shared = SharedBuffers(self.layers, config.first, config.shared_buffers)
         self._input_changes: bool | None = None
         self._weights = [*nn.ModuleList(self.layers).parameters()]  # each once
+        self._local = LocalGradients(self._weights)
         self._watched = _WATCHED
         self.checks_outputs = config.device.type == "cpu"
         """Whether recomputed outputs are compared: other devices have kernels whose bits differ."""
@@ -105,6 +107,10 @@ class Stage:
 
     def forward(self, mb: MicroBatch) -> None:
         """Run the layers: sets ``outgoing`` and ``departing``, or the loss on the last stage."""
+        with self._local.forward(mb):
+            self._forward(mb)
+
+    def _forward(self, mb: MicroBatch) -> None:
         if not mb.recompute:
             if self._saved.is_empty:
                 self._keep_graph(mb)
@@ -146,7 +152,7 @@ class Stage:
     def recompute(self, mb: MicroBatch) -> None:
         """Run the layers again, and keep what backward needs."""
         self._check_weights(mb)
-        with self._buffers.second_forward(mb):
+        with self._buffers.second_forward(mb), self._local.recompute():
             mb.output = self._run(mb, mb.value, mb.arrived, Phase.RECOMPUTE)
         if mb.checksums and mb.checksums != checksums(mb.output):
             raise UsageError(
@@ -183,6 +189,7 @@ class Stage:
     def backward(self, mb: MicroBatch) -> None:
         """Accumulate the gradients of weights; sets ``input_gradients``, ``arrived_gradients``."""
         roots, gradients = self._start_backward(mb)
+        add_local_gradients(mb)
         if roots:
             self._engine(roots, gradients, False, False, (), True, True)
         self._set_gradients(mb, mb.boundary or None)
@@ -202,6 +209,7 @@ class Stage:
         """Run the second half of a split backward: accumulate the gradients of weights."""
         self.tracker.set(Phase.BACKWARD, self._step, mb.number, self.last_layer)
         weight_gradients, mb.weight_gradients = mb.weight_gradients, None
+        add_local_gradients(mb)
         if weight_gradients is not None:
             weight_gradients.run(self._engine)
 
@@ -271,6 +279,11 @@ class Stage:
             if mb.split_backward:  # before a layer changes them in place
                 mb.edges = [get_gradient_edge(tensor) for tensor in inside]
         value = self._run_layers(mb, value, phase)
+        if mb.boundary:
+            raise UsageError(
+                f"stage {self.index}: backward() inside a forward reaches layers of an earlier "
+                "stage; detach the input of the layer that calls it"
+            )
         output, departing = (value, {}) if self.skips is None else value
         if self._loss is not None:
             self.tracker.set(Phase.LOSS, self._step, mb.number)

@@ -1,0 +1,82 @@
+"""Layers that call backward() within their forward train as in the plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from pipeworker.errors import UsageError
+from pipeworker.host.position import Tracker
+from pipeworker.worker.stage.layers import StageConfig
+from pipeworker.worker.stage.microbatch import MicroBatch
+from pipeworker.worker.stage.stage import Stage
+
+WIDTH, COUNT = 3, 4
+
+
+class Local(nn.Linear):
+    """Has a loss of its own besides the one at the end."""
+
+    def __init__(self, *, detaches: bool = True) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.detaches = detaches
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = x.detach() if self.detaches else x
+        own: torch.Tensor = super().forward(seen).pow(2).mean()
+        own.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        return torch.tanh(super().forward(x))
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).pow(2).mean()
+
+
+def net(*, detaches: bool = True) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Local(detaches=detaches), nn.Linear(WIDTH, 1))
+
+
+def microbatch(number: int, *, recompute: bool = False, split: bool = False) -> MicroBatch:
+    mb = MicroBatch(number, 1 / COUNT, recompute, split_backward=split)
+    generator = torch.Generator().manual_seed(number)
+    mb.value, mb.target = torch.randn(5, WIDTH, generator=generator), torch.zeros(())
+    mb.wants_grad = (False,)
+    return mb
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("recompute", [(), (0, 2), (0, 1, 2, 3)])
+def test_gradients_are_those_of_the_plain_loop(recompute: Sequence[int], split: bool) -> None:
+    layers, plain = net(), net()
+    stage = Stage([*layers], StageConfig(0, 0, 3, torch.device("cpu")), Tracker(), loss)
+    for step in (1, 2):
+        stage.begin(step)
+        mbs = [microbatch(m, recompute=m in recompute, split=split) for m in range(COUNT)]
+        for mb in mbs:
+            stage.forward(mb)
+        for mb in mbs:
+            if mb.recompute:
+                stage.recompute(mb)
+            if split:
+                stage.backward_input(mb)
+                stage.backward_weight(mb)
+            else:
+                stage.backward(mb)
+            x = microbatch(mb.number).value
+            one = loss(plain(x), torch.zeros(())) / COUNT
+            one.backward()  # type: ignore[no-untyped-call]
+    for ours, other in zip(layers.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, other.grad)  # type: ignore[arg-type]
+
+
+def test_a_backward_that_reaches_an_earlier_stage_is_an_error() -> None:
+    stage = Stage([*net(detaches=False)], StageConfig(1, 4, 3, torch.device("cpu")), Tracker())
+    stage.begin(1)
+    mb = microbatch(0)
+    mb.wants_grad = (True,)
+    with pytest.raises(UsageError, match=r"^stage 1: backward\(\) inside a forward reaches layers"):
+        stage.forward(mb)
