@@ -296,8 +296,10 @@ def main() -> int:
         _send(_agent_hello(*words))
     gc.disable()
     parent = os.getppid()
+    # Forked while this process is small; and first, because the folder stays if this process is
+    # killed before it has a watcher.
+    watcher = SessionWatcher(share_sockets_folder())
     die_with_parent(parent)  # until it can watch its input
-    watcher = SessionWatcher(share_sockets_folder())  # forked while this process is small
     with reported_progress(lambda seconds: _send(Starting(seconds))):
         # For its effect, and by name: a linter removes an import that nothing refers to.
         for name in ("process", "model.survey_process", "data.reader_process"):

@@ -160,8 +160,9 @@ class _Parent:
 
 def main() -> int:
     """Call the hooks of the job that standard input describes; return the exit status."""
-    die_with_parent(os.getppid())
+    parent_pid = os.getppid()
     watcher = SessionWatcher(share_sockets_folder())  # of what the user's code starts
+    die_with_parent(parent_pid)  # only now: the watcher removes the folder
     watcher.add(os.getpid())
     handle_signals()
     parent = _Parent()
