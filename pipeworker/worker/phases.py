@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from pipeworker.environment import timings
 from pipeworker.errors import ProtocolError
-from pipeworker.facts.connections import Skip
+from pipeworker.facts.connections import SharedBuffer, Skip
 from pipeworker.facts.layer_names import LayerNames
+from pipeworker.facts.outline import Outline
 from pipeworker.facts.position import Phase
 from pipeworker.host import streams
 from pipeworker.host.task_thread import TaskThread
@@ -59,8 +60,7 @@ class ModelledWorker:
     def describe(self) -> Described:
         """Describe the model, as the coordinator needs it for a plan."""
         loaded, model = self.loaded, self.model
-        role, options, sample = loaded.role, loaded.role.options, loaded.settings.sample
-        skips: tuple[Skip, ...] = ()
+        role, options = loaded.role, loaded.role.options
         reads_first = role.rank == role.placement.rank_of(0)
         length = 0
         if (
@@ -71,34 +71,7 @@ class ModelledWorker:
         ):
             loaded.settings.tracker.set(Phase.READING)
             length = loaded.reader.measure()
-        uses_skips = (sample is not None and model.cut is None) or (
-            not options.own_loop and survey.mentions_skips(loaded.modules())
-        )
-        if reads_first and model.cut is not None:
-            skips = model.cut.plan.skips()
-        outline, problem = None, ""
-        buffers = shared_buffers(model.entries) if reads_first else ()
-        has_input = sample is not None or not options.own_loop
-        needs_survey = uses_skips or options.is_planned or (buffers and has_input)
-        found: survey.Found = {"error": "a script is surveyed in its own process"}
-        if reads_first and needs_survey:
-            tracker = loaded.settings.tracker
-            tracker.set(Phase.READING)
-            value = sample if options.own_loop else loaded.reader.peek().inputs[0]
-            process = loaded.settings.survey
-            if process is not None and loaded.path is not None:
-                wanted = surroundings_of(loaded) if options.is_planned else ""
-                found = process.survey(loaded.path, options, value, wanted)
-            if options.is_planned:
-                outline, problem = outline_of(found, loaded)
-            if "error" in found and (uses_skips or buffers):
-                log.info("the survey needs real tensors: %s", found["error"])
-                device, precision = loaded.device, options.precision
-                pass_over = survey.Survey(model.entries, options.seed, device, precision)
-                found = pass_over.on_real_tensors(value, tracker)
-            if uses_skips:
-                skips = survey.skips_of(found)
-            buffers = shared_buffers(model.entries, found.get("changing", ()))
+        surveyed = self._survey() if reads_first else _Surveyed()
         if loaded.settings.survey is not None:
             loaded.settings.survey.close()
         with user_code("model()", early=True):
@@ -109,7 +82,7 @@ class ModelledWorker:
         return Described(
             role.rank,
             model.classes,
-            skips,
+            surveyed.skips,
             ties,
             digest,
             tuple(self.types),
@@ -119,12 +92,50 @@ class ModelledWorker:
             numerics.settings(),
             length,
             _hooks(loaded),
-            outline,
+            surveyed.outline,
             machine_of(loaded.device, model.entries) if options.is_planned else None,
             model.frozen(),
-            buffers,
-            problem,
+            surveyed.buffers,
+            surveyed.problem,
         )
+
+    def _survey(self) -> _Surveyed:
+        """Survey the model, if its plan needs it; this worker reads the data."""
+        loaded, model = self.loaded, self.model
+        options, settings = loaded.role.options, loaded.settings
+        buffers = shared_buffers(model.entries)
+        uses_skips = (settings.sample is not None and model.cut is None) or (
+            not options.own_loop and survey.mentions_skips(loaded.modules())
+        )
+        skips = model.cut.plan.skips() if model.cut is not None else ()
+        has_input = settings.sample is not None or not options.own_loop
+        if not (uses_skips or options.is_planned or (buffers and has_input)):
+            return _Surveyed(skips, buffers)
+        settings.tracker.set(Phase.READING)
+        value = settings.sample if options.own_loop else loaded.reader.peek().inputs[0]
+        found: survey.Found = {"error": "a script is surveyed in its own process"}
+        if settings.survey is not None and loaded.path is not None:
+            wanted = surroundings_of(loaded) if options.is_planned else ""
+            found = settings.survey.survey(loaded.path, options, value, wanted)
+        outline, problem = outline_of(found, loaded) if options.is_planned else (None, "")
+        if "error" in found and (uses_skips or buffers):
+            log.info("the survey needs real tensors: %s", found["error"])
+            pass_over = survey.Survey(model.entries, options.seed, loaded.device, options.precision)
+            found = pass_over.on_real_tensors(value, settings.tracker)
+        if uses_skips:
+            skips = survey.skips_of(found)
+        buffers = shared_buffers(model.entries, found.get("changing", ()))
+        return _Surveyed(skips, buffers, outline, problem)
+
+
+@dataclass(frozen=True, slots=True)
+class _Surveyed:
+    """What a survey finds in a model; without one, any shared buffer may change."""
+
+    skips: tuple[Skip, ...] = ()
+    buffers: tuple[SharedBuffer, ...] = ()
+    outline: Outline | None = None
+    problem: str = ""
 
 
 def _hooks(loaded: LoadedWorker) -> tuple[str, ...]:
