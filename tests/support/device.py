@@ -66,7 +66,7 @@ class LateDevice(Accelerator):
     """
 
     def __init__(self, eager: Sequence[str] = (), without: str = "") -> None:
-        self.without = without
+        self.without, self._arriving = without, set[int]()
         self.compute, self.sends, self.receives, self.offloads = self._streams = [
             LateStream(name, self) for name in ("compute", "sends", "receives", "offloads")
         ]

@@ -6,6 +6,7 @@ records and the other waits for. Layers compute in the current stream of the mai
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
@@ -98,6 +99,7 @@ class Accelerator:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._arriving: set[int] = set()
         self.sends = self.receives = self.offloads = self.current
         with suppress(RuntimeError):
             self.sends, self.receives, self.offloads = (self._stream() for _ in range(3))
@@ -128,6 +130,18 @@ class Accelerator:
     def empty(self, count: int) -> torch.Tensor:
         """Allocate a uint8 tensor of shape [count] on the device, for the current stream."""
         return torch.empty(count, dtype=torch.uint8, device=self.device)
+
+    def arriving(self, memory: torch.Tensor) -> torch.Tensor:
+        """Note that another device writes into memory, and return it."""
+        storage = memory.untyped_storage()
+        address = storage.data_ptr()
+        self._arriving.add(address)
+        weakref.finalize(storage, self._arriving.discard, address).atexit = False
+        return memory
+
+    def is_arrived(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is in memory that another device writes into."""
+        return tensor.untyped_storage().data_ptr() in self._arriving
 
     def used(self, tensor: torch.Tensor, stream: Any) -> None:
         """Record that a stream uses a tensor allocated for another one.

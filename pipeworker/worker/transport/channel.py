@@ -31,7 +31,7 @@ from pipeworker.worker.transport.frame import (
     KnownFrames,
     Messages,
 )
-from pipeworker.worker.transport.layout import pack
+from pipeworker.worker.transport.layout import aligned_copy, pack
 from pipeworker.worker.transport.links.link import COMPLETE, Lane, Link, Pending
 from pipeworker.worker.transport.send_thread import SendTask
 from pipeworker.worker.transport.staging import BufferPool, StagingPool
@@ -170,6 +170,9 @@ class Sender(_End):
         if not all(map(accelerator.holds, tensors)):
             tensors, copied = staging.move_to_device(accelerator, tensors)
             accelerator.current.wait_event(copied)
+        # The buffers that tensors were received into are written again before the device has read
+        # them, if it has nothing else to do with them.
+        tensors = [aligned_copy(t) if accelerator.is_arrived(t) else t for t in tensors]
         expected = [(EXPECTED, tensor) for tensor in tensors]
         # A send is complete when it is submitted; the device reads the tensor later.
         self._keep(self._start(expected), number, expected)
@@ -379,6 +382,8 @@ class Receiver(_End):
 
 def _pool(lane: Lane, accelerator: Accelerator | None) -> BufferPool:
     """Return a pool of buffers for a lane, staged if tensors are wanted on another device."""
-    if accelerator is None or lane.device.type != "cpu":
+    if accelerator is None:
         return BufferPool(lane.allocate)
+    if lane.device.type != "cpu":
+        return BufferPool(lambda count: accelerator.arriving(lane.allocate(count)))
     return StagingPool(lane.allocate if lane.mapped else accelerator.pinned, accelerator)

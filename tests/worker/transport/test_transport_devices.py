@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,13 +34,22 @@ MICROBATCHES = 6
 @contextmanager
 def linked(devices: Sequence[MappedDevice]) -> Iterator[tuple[Link, Link]]:
     """Connect two devices; those with NCCL are on two hosts."""
+    with chained(devices) as (ends,):
+        yield ends
+
+
+@contextmanager
+def chained(devices: Sequence[MappedDevice]) -> Iterator[list[tuple[Link, Link]]]:
+    """Connect each device with the next one."""
     apart = isinstance(devices[0], NcclDevice)
-    source, target = connect_all((FORTH,), 2, devices=devices, apart=apart)
+    connected = [
+        connect_all((FORTH,), 2, devices=two, apart=apart) for two in itertools.pairwise(devices)
+    ]
     try:
-        yield source[FORTH], target[FORTH]
+        yield [(source[FORTH], target[FORTH]) for source, target in connected]
     finally:
-        source[FORTH].close()
-        target[FORTH].close()
+        for links in itertools.chain.from_iterable(connected):
+            links[FORTH].close()
         for device in devices:
             device.stop()
 
@@ -133,6 +143,37 @@ def test_each_missing_wait_gives_wrong_bytes(
 ) -> None:
     assert not arrives_intact(kind, eager, others, without)
     assert arrives_intact(kind, eager, others)
+
+
+@pytest.mark.parametrize("kind", [MappedDevice, NcclDevice])
+def test_what_a_stage_passes_on_is_sent_before_its_buffer_is_written_again(
+    kind: type[MappedDevice],
+) -> None:
+    """The stage in the middle has no work of its own, and its copies to the next one are late."""
+    devices = [kind(EAGER[-1]), kind(["compute", "receives"]), kind(EAGER[-1])]
+    with chained(devices) as (first, second):
+        one, two = Channel(first, devices[:2]), Channel(second, devices[1:])
+        results: list[torch.Tensor] = []
+        for step in range(3):
+            for channel in (one, two):
+                channel.sender.begin(0)
+                channel.receiver.begin(0, range(MICROBATCHES))
+            for m, value in enumerate(values(step)):
+                with devices[0].active():
+                    one.sender.send(m, devices[0].put(value) * 1.0)
+                with devices[1].active():
+                    two.sender.send(m, one.receiver.receive(m))
+                    one.receiver.release(m)
+                with devices[2].active():
+                    results.append(two.receiver.receive(m) * 1.0)
+                    two.receiver.release(m)
+            for device in devices if step == 0 else ():
+                device.drain()
+        for device in devices:
+            device.start()
+        wanted = [value for step in range(3) for value in values(step)]
+        for got, value in zip(results, wanted, strict=True):
+            assert torch.equal(devices[2].read(got), value)
 
 
 @pytest.mark.parametrize(
