@@ -31,6 +31,7 @@ from pipeworker.errors import (
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.limits import MOST_STATUSES
 from pipeworker.facts.position import Position
+from pipeworker.worker.stray_children import end_stray_child
 
 _NOT_SHOWN = (f"{Path(pipeworker.__file__).parent}{os.sep}", "<frozen importlib")
 _MAX_CHARACTERS = 20_000
@@ -132,11 +133,16 @@ def blame_user(name: str, error: BaseException, *, early: bool = False, note: st
 
 @contextmanager
 def user_code(name: str, *, early: bool = False) -> Iterator[None]:
-    """Blame the user for exceptions inside the context; see :func:`blame_user`."""
+    """Blame the user for exceptions inside the context; see :func:`blame_user`.
+
+    A child that the user's code has forked inside ends where it leaves the context.
+    """
     try:
         yield
     except BaseException as error:
         blame_user(name, error, early=early)
+    finally:
+        end_stray_child()
 
 
 def reject_none(value: Any, source: str, name: str, error: BaseException) -> None:

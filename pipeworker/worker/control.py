@@ -34,6 +34,7 @@ from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Ping, Si
 from pipeworker.wire.messages.step import EndPass
 from pipeworker.wire.messages.store import StoreOperation, StoreReply, StoreRequest
 from pipeworker.wire.reliable_stream import ReliableStream
+from pipeworker.worker import stray_children
 from pipeworker.worker.settings import Settings
 from pipeworker.worker.signals import handle_signals
 from pipeworker.worker.standstill import Standstill
@@ -116,6 +117,7 @@ class Control:
         decides; a second one ends the process.
         """
         self._signals = signals
+        stray_children.watch()
         if signals:
             handle_signals(_HANDLED, self._wake_in.fileno())
         self._thread.start()

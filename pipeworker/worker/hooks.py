@@ -29,6 +29,7 @@ from pipeworker.record.run_feed import CHECKPOINT, PlaceFile, Record, RunFeed
 from pipeworker.record.run_record import RunRecord
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire import lines
+from pipeworker.worker import stray_children
 from pipeworker.worker.blame import raised, user_traceback
 from pipeworker.worker.console import redirect_output
 from pipeworker.worker.signals import handle_signals
@@ -114,7 +115,10 @@ class Hooks:
         more: str = "; the job continues, and {} is called again",
     ) -> None:
         try:
-            call()
+            try:
+                call()
+            finally:
+                stray_children.end_stray_child()
         except (Exception, SystemExit) as error:
             text = f"{name}: {raised(error)} {when}"
             details = user_traceback(error)
@@ -165,6 +169,7 @@ def main() -> int:
     die_with_parent(parent_pid)  # only now: the watcher removes the folder
     watcher.add(os.getpid())
     handle_signals()
+    stray_children.watch()
     parent = _Parent()
     os.register_at_fork(after_in_child=partial(_become_child, watcher, parent))
     try:
@@ -187,6 +192,7 @@ def _call_all(parent: _Parent) -> None:
     record = RunRecord.read(run_dir)
     if not record.is_of_script:  # which calls its own hooks
         job = job_file.load(Path(options.job_file), options.arguments)
+        stray_children.end_stray_child()
         objects = called_with_records(job)
 
     objects += _loggers(options, record, parent)

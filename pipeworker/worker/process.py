@@ -11,6 +11,7 @@ from pipeworker.wire.messages.presence import Failed
 from pipeworker.worker.console import detach_terminal
 from pipeworker.worker.control import Control, Exit, exit_process
 from pipeworker.worker.settings import Settings
+from pipeworker.worker.stray_children import end_stray_child
 from pipeworker.worker.worker import Worker
 
 
@@ -31,10 +32,13 @@ def run(
     try:
         control.send(worker.hello())
         while not is_last(message := control.receive()):
-            if (answer := worker.handle(message)) is not None:
+            answer = worker.handle(message)
+            end_stray_child()
+            if answer is not None:
                 control.send(answer)
             worker.record()
     except BaseException as error:
+        end_stray_child()
         failure = worker.explain(error)
         on_failure(failure)
         control.send(Failed(settings.rank, failure))

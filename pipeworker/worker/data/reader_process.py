@@ -7,6 +7,7 @@ which a recovery may continue, if they take little memory: a new worker gets the
 from __future__ import annotations
 
 import faulthandler
+import os
 import selectors
 import socket
 from collections import deque
@@ -27,7 +28,7 @@ from pipeworker.job import file as job_file
 from pipeworker.job.file import JobFile
 from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir
-from pipeworker.worker import kernel_cache
+from pipeworker.worker import kernel_cache, stray_children
 from pipeworker.worker.blame import failure_of, message_of
 from pipeworker.worker.console import detach_terminal, redirect_output
 from pipeworker.worker.data.generators import (
@@ -57,6 +58,7 @@ from pipeworker.worker.data.reader_requests import (
 from pipeworker.worker.device import numerics
 from pipeworker.worker.signals import handle_signals
 from pipeworker.worker.stage import rng
+from pipeworker.worker.stray_children import end_stray_child
 
 _UNCHECKED = 1 << 26
 """Bytes of mini-batches that are kept however little memory is available."""
@@ -227,6 +229,15 @@ class ReaderProcess:
                 self._read()
         return self._status
 
+    def leave(self) -> None:
+        """Close the connections in a child that the user's code forked.
+
+        A worker that waits for the end of its connection waits for this process alone.
+        """
+        for one in (self._connection, self._control):
+            if one is not None:
+                one.close()
+
     def _accept(self) -> None:
         """Answer another worker from now on."""
         message, files, _, _ = socket.recv_fds(self._control, 1, 1)
@@ -260,6 +271,7 @@ class ReaderProcess:
                 case Setup():
                     with self._clock.running():
                         self._job = _Job.load(request)
+                        end_stray_child()
                     return None
                 case End():
                     self._status = 0
@@ -274,6 +286,7 @@ class ReaderProcess:
                     return self._begin_at(request)
             return assert_never(request)
         except BaseException as error:  # the worker does the same, and reports what is wrong
+            end_stray_child()
             self._status = UNFIT
             return Packed(Unfit(_text(error)))
 
@@ -327,7 +340,10 @@ class ReaderProcess:
         faulthandler.dump_traceback_later(self._job.patience, file=2)
         try:
             with self._clock.running():
-                yield
+                try:
+                    yield
+                finally:
+                    end_stray_child()
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -365,7 +381,10 @@ def run(connection: socket.socket, control: socket.socket, clock: ReadingClock) 
         Path("/proc/self/comm").write_text("reader")
     detach_terminal()
     try:
-        return ReaderProcess(connection, control, clock).serve()
+        process = ReaderProcess(connection, control, clock)
+        stray_children.watch()
+        os.register_at_fork(after_in_child=process.leave)
+        return process.serve()
     finally:
         streams.flush()
 

@@ -19,6 +19,7 @@ from pipeworker.host.position import Tracker
 from pipeworker.host.streams import discard_output
 from pipeworker.job import file as job_file
 from pipeworker.job.options import Options
+from pipeworker.worker import stray_children
 from pipeworker.worker.internals import preload
 from pipeworker.worker.model.classes import classes_of
 from pipeworker.worker.model.model import Model
@@ -27,6 +28,7 @@ from pipeworker.worker.profile.counts import counting
 from pipeworker.worker.profile.outline import Drawing
 from pipeworker.worker.signals import handle_signals
 from pipeworker.worker.stage.cut.part import plan_of
+from pipeworker.worker.stray_children import end_stray_child
 from pipeworker.worker.transport.structure import TypeRegistry
 
 _CPU = torch.device("cpu")
@@ -79,8 +81,10 @@ class SurveyProcess:
     def close(self) -> None:
         """End the process."""
         self._connection.close()
-        os.kill(self._pid, signal.SIGKILL)
-        os.waitpid(self._pid, 0)
+        # The job file may have waited for all children, or ignore SIGCHLD.
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
 
 
 def _serve(connection: Connection, parent: int) -> None:
@@ -89,8 +93,11 @@ def _serve(connection: Connection, parent: int) -> None:
     die_with_parent(parent)
     discard_output()
     torch.set_num_threads(1)
+    stray_children.watch()
     path, text = json.loads(connection.recv_bytes())
-    connection.send_bytes(json.dumps(_survey(Path(path), text, connection)).encode())
+    found = _survey(Path(path), text, connection)
+    end_stray_child()
+    connection.send_bytes(json.dumps(found).encode())
 
 
 def _survey(path: Path, text: Any, connection: Connection) -> Found:
@@ -98,6 +105,7 @@ def _survey(path: Path, text: Any, connection: Connection) -> Found:
     try:
         options = Options.from_json(text)
         job = job_file.load(path, options.arguments)
+        end_stray_child()
         surroundings = connection.recv_bytes().decode()
         value = pickle.loads(connection.recv_bytes())  # once the classes of the job are loaded
         types = classes_of(job_file.modules())

@@ -40,6 +40,7 @@ from pipeworker.worker.stage.losses import parts
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.step.stage_channels import StageChannels
 from pipeworker.worker.step.wiring import Wiring
+from pipeworker.worker.stray_children import end_stray_child
 from pipeworker.worker.transport.staging import move_to_device
 
 Metrics = Callable[[Any, Any], Any]
@@ -326,6 +327,7 @@ class EvaluationPass:
                 if kind in SENDS and not failed:  # nothing was sent
                     self._relay(kind, edge, mb, ended=passage.ended)
                 passage.failed = True
+            end_stray_child()
             if edge is not None and kind in RECEIVES:
                 received.append(self._wiring.receivers[edge])
             if kind is Kind.RECEIVE_ACTIVATION:
@@ -341,6 +343,8 @@ class EvaluationPass:
         except Exception as error:
             self._keep(error)
             return _END
+        finally:
+            end_stray_child()
 
     def _relay(self, kind: Kind, edge: Edge | None, mb: MicroBatch, *, ended: bool) -> None:
         """Send or receive a frame of a micro-batch that has failed; compute nothing."""

@@ -38,6 +38,7 @@ from pipeworker.worker.step.batch_feed import BatchFeed
 from pipeworker.worker.step.profiler import labelled
 from pipeworker.worker.step.stage_channels import Handler, StageChannels, waiting_handler
 from pipeworker.worker.step.wiring import Wiring
+from pipeworker.worker.stray_children import end_stray_child, stray
 
 Instruction = tuple[Handler, int, bool]
 """The handler of an action, the number of its micro-batch, and whether a device performs it."""
@@ -250,6 +251,8 @@ class Executor:
                     marks.append(mark())
                 else:
                     handle(microbatch)
+                if stray:
+                    end_stray_child()
                 times[at + 1] = now()
                 if used is not None:
                     memory.append(used() if program.busy[at >> 1] or not memory else memory[-1])

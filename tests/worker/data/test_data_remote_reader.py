@@ -24,7 +24,7 @@ from pipeworker.worker.data.remote_reader import ReadFailed, RemoteReader
 from support.jobs import until
 
 JOB = """
-    import os, time
+    import os, signal, time
     from pathlib import Path
     import torch
     from torch import nn
@@ -44,6 +44,10 @@ JOB = """
         for number in range(6):
             with (HERE / "reads").open("a") as file:
                 print(os.getpid(), number, file=file)
+            if number == 0 and (HERE / "detach").exists() and not os.fork():
+                os.setsid()
+                (HERE / "detach").write_text(str(os.getpid()))
+                signal.pause()
             while number == 3 and not (HERE / "go").exists():
                 time.sleep(0.01)
             yield torch.rand(4, 2), torch.full((4, 2), float(number))
@@ -105,6 +109,8 @@ class Host:
         self._closed.set()
         self._thread.join()
         self._readers.kill_all()
+        if (detached := self.folder / "detach").exists():
+            os.kill(int(detached.read_text()), signal.SIGKILL)
         self._readers.close()
         self._watcher.close()
 
@@ -246,6 +252,18 @@ def test_a_lost_process_is_a_loss_that_a_job_recovers_from(host: Host) -> None:
     with pytest.raises(ReadFailed, match=r"the process that reads data\(\) is gone") as lost:
         read(worker)
     assert lost.value.failure.cause is Cause.PEER  # secondary: its agent may be gone
+
+
+def test_what_data_has_detached_does_not_hide_the_loss_of_its_process(host: Host) -> None:
+    (host.folder / "detach").touch()
+    host.go()
+    worker = host.worker(stall_seconds=1.0, answer_seconds=1.0)
+    worker.expect(1)
+    read(worker)
+    until((host.folder / "detach").read_text)
+    os.kill(host.pids[0], signal.SIGKILL)
+    with pytest.raises(ReadFailed, match=r"the process that reads data\(\) is gone"):
+        read(worker)
 
 
 def test_the_first_mini_batch_can_be_peeked_at_by_each_worker(host: Host) -> None:

@@ -44,6 +44,22 @@ def test_ranks_of_torchrun_fork_with_one_thread(jobs: Jobs, torchrun: Torchrun) 
     assert "needs real tensors" not in run.log("worker-0")
 
 
+IGNORED = """
+import signal
+from pipeworker.worker.model.survey_process import SurveyProcess
+
+process = SurveyProcess()
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+process.close()
+"""
+
+
+def test_a_job_file_may_ignore_the_end_of_children(jobs: Jobs) -> None:
+    process = jobs.python("-c", IGNORED)
+    _, stderr = process.communicate(timeout=90)
+    assert process.returncode == 0, stderr
+
+
 SURVEYED = """
 import sys
 from pathlib import Path
