@@ -12,7 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -316,6 +316,8 @@ def run(prepared: PreparedRun, view: Style, agents: Sequence[RemoteAgent]) -> in
         prepared.undo.close()
         raise
     verdict = launch.run()
+    with suppress(OSError):  # no process completes them any more, and they may be large
+        prepared.run_dir.checkpoints.remove_leftovers()
     prepared.close(verdict)
     return verdict.exit_status
 

@@ -106,6 +106,23 @@ def test_a_killed_coordinator_fails_the_job(start: Callable[..., Live]) -> None:
     )
 
 
+UNFINISHED = JOB.replace(
+    "def data():",
+    """def data():
+        import os, pathlib
+        yield torch.zeros(10, 8), torch.zeros(10, dtype=torch.long)
+        pathlib.Path("run-1/checkpoints/.step-00000001.partial").mkdir(parents=True)
+        os._exit(1)""",
+)
+"""The mark of a worker that is killed while it writes a checkpoint."""
+
+
+def test_no_unfinished_checkpoint_stays(jobs: Jobs) -> None:
+    run = jobs.run("--stages", "1", "--max-restarts", "0", source=UNFINISHED)
+    assert run.status == 1
+    assert list((run.path / "checkpoints").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     "killed",
     [(), ("stage 0",), ("agent",), ("launcher", "agent")],
