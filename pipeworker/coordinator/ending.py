@@ -38,9 +38,14 @@ INTERRUPTED = JobEnd(Status.INTERRUPTED, 130)
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A worker is gone, for a reason that need not occur again: the job may restart."""
+    """A worker is gone, for a reason that need not occur again: the job may restart.
+
+    Attributes:
+        stops: whether it has held up the end of a job that the user stopped.
+    """
 
     failure: Failure
+    stops: bool = False
 
 
 End = JobEnd | Lost

@@ -150,6 +150,7 @@ class Job:
         elif isinstance(end, JobEnd) and self._is_worth_saving(end):
             return self._save_first(end, effects, now)
         if isinstance(end, Lost) and self._would_save_nothing:
+            effects += self._not_saved(end)
             end = self.generation.stopped
         if isinstance(end, Lost):
             cannot_start, room = False, -1
@@ -169,7 +170,11 @@ class Job:
                 return self._restart(effects, cause, now)
             if refusal and self._restarts.causes:
                 effects.append(Warned(f"the job is not restarted: {refusal}"))
-            end = JobEnd(Status.FAILED, 1, end.failure)
+            if end.stops:
+                effects += self._not_saved(end)
+                end = self.generation.stopped
+            else:
+                end = JobEnd(Status.FAILED, 1, end.failure)
             if self._holds_unsaved and self._elastic.shrink_to_save(room):
                 return self._save_first(end, effects, now)
         self.end = end
@@ -278,6 +283,13 @@ class Job:
         if self._elastic.workers < self._elastic.target:
             text += f", with the {self._workers_text} for which there is room"
         return [*effects, Warned(text)]
+
+    def _not_saved(self, end: Lost) -> list[Effect]:
+        """Return why a job that the user stopped ends without a checkpoint of its last step."""
+        if not self.progress.has_unsaved(self.progress.steps):
+            return []
+        text = with_location(end.failure)
+        return [Warned(f"step {self.progress.steps} is not saved: {text}")]
 
     @property
     def _would_save_nothing(self) -> bool:

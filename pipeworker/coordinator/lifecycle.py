@@ -111,7 +111,8 @@ class Lifecycle(Waiting):
         if self.last_end is not None:
             return self._last_save_expired(self.last_end, now)
         if self._interrupt_expired(now):
-            return self.over(self.stopped)
+            stuck = self._stuck(now)
+            return self.over(Lost(self._named(stuck), stops=True) if stuck else self.stopped)
         failure = self._cause.expired(now) or self._timed_out(now)
         if failure is None:
             return self._standstill(now)
@@ -180,6 +181,14 @@ class Lifecycle(Waiting):
             return elapsed > self.timings.interrupt
         return elapsed > limit and self.roster.none_moved(limit, now)
 
+    def _stuck(self, now: float) -> Failure | None:
+        """Return why an interrupted step does not end; None if new workers could not save more."""
+        if self.options.own_loop or not self.launched or self.state in BEFORE_STEPS:
+            return None
+        roster = self.roster
+        failure = roster.unheard(now) or roster.deadlocked(self.awaited)
+        return failure or roster.stalled(now, roster.limit)
+
     def _timed_out(self, now: float) -> Failure | None:
         """Return the failure of the first limit that is exceeded, or None.
 
@@ -189,7 +198,7 @@ class Lifecycle(Waiting):
         if failure is None and self.state is not State.CALLING:
             failure = self.roster.deadlocked(self.awaited)
         if failure is None and self.launched and self.state in COMPUTING:
-            failure = self.roster.stalled(now)
+            failure = self.roster.stalled(now, self.roster.stall_limit)
         return failure
 
     def _standstill(self, now: float) -> list[Effect]:

@@ -208,12 +208,12 @@ class Roster:
             text += f"; {_LARGE_PACKETS}"
         return members[0].failure(Cause.HUNG, text)
 
-    def stalled(self, now: float) -> Failure | None:
-        """Return a failure if no worker has moved for so long that one must be hung."""
-        member = self.standing(self.stall_limit, now)
+    def stalled(self, now: float, limit: float) -> Failure | None:
+        """Return a failure if no worker has moved for `limit` seconds, so that one must be hung."""
+        member = self.standing(limit, now)
         if member is None:
             return None
-        text = f"{member.full_name} has made no progress for {self.stall_limit:g} s"
+        text = f"{member.full_name} has made no progress for {limit:g} s"
         return replace(member.failure(Cause.HUNG, text), traceback=member.beat.stack)
 
     def standing(self, seconds: float, now: float) -> Member | None:

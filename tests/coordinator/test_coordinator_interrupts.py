@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from pipeworker.coordinator.effects import Send
+from pipeworker.coordinator.effects import Effect, Send
 from pipeworker.coordinator.steps.progress import Start
 from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.coordinator.waiting import State
 from pipeworker.facts.position import Phase, Position
-from pipeworker.wire.lines import Restart, Verdict
+from pipeworker.wire.lines import Restart, Verdict, Warned
 from pipeworker.wire.messages.checkpoint import Restore, Save
 from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.presence import Abort, Heartbeat
@@ -52,6 +52,39 @@ def test_after_a_loss_an_interrupted_job_restarts_to_save_the_snapshot() -> None
     job.join()
     job.describe()
     ends_with_the_snapshot(job)
+
+
+def wait_for_the_end(job: ScriptedJob, living: tuple[int, ...]) -> list[Effect]:
+    """Interrupt a job in whose step no worker moves, and only these answer, until it ends."""
+    job.interrupt()
+    for _ in range(3):
+        for rank in living:
+            job.receive(Heartbeat(rank, Position(Phase.FORWARD, 4, 1)))
+        effects = job.tick(PATIENCE / 2)
+        if any(isinstance(effect, (Restart, Verdict)) for effect in effects):
+            return effects
+    return pytest.fail("the job waits")
+
+
+@pytest.mark.parametrize(("living", "why"), [((0,), "not answered"), ((0, 1), "no progress")])
+def test_a_step_that_does_not_end_gives_the_snapshot(living: tuple[int, ...], why: str) -> None:
+    """New workers save the snapshot if a worker was stopped, or hangs, when the user stops it."""
+    job = far()
+    assert of(wait_for_the_end(job, living), Restart)
+    job.join()
+    job.describe()
+    ends_with_the_snapshot(job)
+    assert why in job.ended.causes[0]
+
+
+def test_a_step_that_does_not_end_is_reported_if_it_cannot_be_saved() -> None:
+    job = replaceable_job(worker_timeout=PATIENCE, max_restarts=0).running()
+    job.step(1)
+    (warned,) = of(wait_for_the_end(job, (0,)), Warned)
+    assert warned.text.startswith(
+        "step 1 is not saved: stage 1 (pid 1001 on host) has not answered"
+    )
+    assert (job.ended.status, job.ended.exit_status) == ("interrupted", 130)
 
 
 @pytest.mark.parametrize("state", [State.JOINING, State.BUILDING], ids=lambda s: s.value)
@@ -121,6 +154,8 @@ def test_an_interrupted_job_with_nothing_to_save_ends_at_once(begin: object) -> 
     effects = job.exited(1, -9)
     assert (job.ended.status, job.ended.steps) == ("interrupted", 2)
     assert (job.ended.error, job.ended.causes) == (None, ())
+    (warned,) = of(effects, Warned)
+    assert warned.text == "step 2 is not saved: the worker of stage 1 was killed by SIGKILL"
     assert not of(effects, Restart)
     assert len(messages_of(effects, Abort)) == 2
     job = begin()
