@@ -12,7 +12,7 @@ import pytest
 from support.compare import assert_same
 from support.jobs import Jobs, Record, Reference, ended, pids_of, processes_of, until
 from support.slow import slow
-from support.sources import gated
+from support.sources import LOADER, gated
 
 READS = """
     import os
@@ -127,6 +127,26 @@ def test_a_killed_process_of_a_loader_is_replaced(jobs: Jobs, reference: Referen
     (cause,) = run.summary["causes"]
     assert "a process of data() is gone: RuntimeError: DataLoader worker (pid" in cause
     assert_same(run, reference(*WORDS, source=LOADED))
+
+
+REMOVED = LOADER.replace(
+    "def data():",
+    """def data():
+        import os, pathlib, shutil
+        from multiprocessing import util
+        removed = pathlib.Path("removed")
+        if not removed.exists():
+            removed.touch()
+            shutil.rmtree(util.get_temp_dir())
+            os._exit(1)""",
+)
+"""Its worker is lost after the folder of sockets was removed, as systems do with old folders."""
+
+
+def test_a_removed_folder_of_sockets_is_made_again(jobs: Jobs) -> None:
+    run = jobs.train("--stages", "1", "--steps", "2", source=REMOVED)
+    assert run.summary["restarts"] == 1
+    assert "Traceback" not in run.stderr
 
 
 GATED = gated(READS, "length = random", "number == 6")

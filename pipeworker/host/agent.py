@@ -27,7 +27,11 @@ from pipeworker.host.data_readers import DataReaders, ReaderLink, ReadingClock
 from pipeworker.host.descriptors import check_available, check_tasks, raise_limit
 from pipeworker.host.lifetime import die_with_parent, is_parent_stopped, kill_group
 from pipeworker.host.position import Tracker
-from pipeworker.host.session_watcher import SessionWatcher, share_sockets_folder
+from pipeworker.host.session_watcher import (
+    SessionWatcher,
+    keep_sockets_folder,
+    share_sockets_folder,
+)
 from pipeworker.host.signals import SignalSocket
 from pipeworker.host.start_progress import reported_progress
 from pipeworker.host.streams import connect_to_null
@@ -59,6 +63,9 @@ _NOTIFICATIONS: dict[int, FromAgent] = {
     signal.SIGUSR1: SaveRequest(),
 }
 
+_KEEP_SECONDS = 3600.0
+"""Seconds after which the folder of sockets is made new again."""
+
 
 class Agent:
     """The agent of a host.
@@ -67,8 +74,10 @@ class Agent:
     host or job, such as a cluster sends before it reclaims a node: the agent reports them.
     """
 
-    def __init__(self, watcher: SessionWatcher, *, remote: bool) -> None:
-        self._watcher = watcher
+    def __init__(self, watcher: SessionWatcher, sockets: str = "", *, remote: bool) -> None:
+        self._watcher, self._sockets = watcher, sockets
+        self._kept_at = 0.0
+        """When :attr:`_sockets` was last made new."""
         self._remote, self._notifications = remote, _NOTIFICATIONS if remote else {}
         self._workers: dict[int, tuple[Fork, Tracker, Ring]] = {}  # by pid
         self._memories: dict[int, list[SnapshotMemory]] = {}  # by rank
@@ -89,6 +98,8 @@ class Agent:
             _send(KeepAlive(timeout))
             while True:
                 now = clock.now()  # before reading: it may be suspended with input unread
+                if now - self._kept_at > _KEEP_SECONDS:
+                    self._keep_sockets(now)
                 ready = {key.fd for key, _ in selector.select(timings().ping)}
                 if 0 in ready:
                     data = os.read(0, 65536)
@@ -118,12 +129,14 @@ class Agent:
                     _send(KeepAlive(timeout))
         self._kill_all()
         self._readers.kill_all()
+        self._keep_sockets(now)  # else its removal at exit fails with a traceback
         self._watcher.resume()
         self._signals.close()
 
     def fork(self, request: Fork) -> None:
         """Start a worker; kill those of earlier generations first."""
         self._kill_earlier(request.generation)
+        keep_sockets_folder(self._sockets)
         tracker, ring = Tracker(), Ring()
         parent = os.getpid()
         link: ReaderLink | None = None
@@ -150,6 +163,10 @@ class Agent:
         self._watcher.add(pid)
         self._workers[pid] = request, tracker, ring
         _send(Forked(request.rank, request.generation, pid))
+
+    def _keep_sockets(self, now: float) -> None:
+        keep_sockets_folder(self._sockets)
+        self._kept_at = now
 
     def _become_worker(
         self, parent: int, request: Fork, tracker: Tracker, ring: Ring, link: ReaderLink | None
@@ -298,7 +315,8 @@ def main() -> int:
     parent = os.getppid()
     # Forked while this process is small; and first, because the folder stays if this process is
     # killed before it has a watcher.
-    watcher = SessionWatcher(share_sockets_folder())
+    sockets = share_sockets_folder()
+    watcher = SessionWatcher(sockets)
     die_with_parent(parent)  # until it can watch its input
     with reported_progress(lambda seconds: _send(Starting(seconds))):
         # For its effect, and by name: a linter removes an import that nothing refers to.
@@ -308,5 +326,5 @@ def main() -> int:
     die_with_parent(parent, 0)
     gc.freeze()
     raise_limit()  # the memories of many workers need more than a process has at first
-    Agent(watcher, remote=bool(words)).serve()
+    Agent(watcher, sockets, remote=bool(words)).serve()
     return 0

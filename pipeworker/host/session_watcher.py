@@ -85,6 +85,17 @@ def share_sockets_folder() -> str:
     return ""
 
 
+def keep_sockets_folder(folder: str) -> None:
+    """Make a folder of :func:`share_sockets_folder` new again, or restore it.
+
+    Many systems remove what is old from the folder of temporary files, and a job may last longer.
+    """
+    if folder:
+        with suppress(OSError):
+            Path(folder).mkdir(mode=0o700, exist_ok=True)
+            os.utime(folder)
+
+
 def kill_sessions(leaders: Collection[int]) -> None:
     """Kill all processes in these sessions, also those that start meanwhile."""
     killed: set[int] = set()
