@@ -19,19 +19,29 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from struct import Struct
 
-from pipeworker.host.lifetime import kill_group
+from pipeworker.host.lifetime import is_stopped, kill_group
 from pipeworker.host.session_watcher import SessionWatcher
 
 UNFIT = 3
 """The exit status of a process that cannot read for its rank: no other one is started."""
 _TIME = Struct("<d")
+_PID = Struct("<q")
 
 
 class ReadingClock:
     """For how long a process has loaded its job or read, in memory that its forks share."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, _TIME.size)
+        self._memory = mmap.mmap(-1, _TIME.size + _PID.size)
+
+    def started(self, pid: int) -> None:
+        """Note the process that reads."""
+        _PID.pack_into(self._memory, _TIME.size, pid)
+
+    def is_stopped(self) -> bool:
+        """Return whether the process is stopped by a signal."""
+        (pid,) = _PID.unpack_from(self._memory, _TIME.size)
+        return bool(pid) and is_stopped(pid)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -58,11 +68,13 @@ class ReaderLink:
 
     Attributes:
         fresh: to a process that the agent starts at the first message.
+        fresh_clock: of that process.
         living: to the process that has read for an earlier worker of the rank; None without one.
         clock: of the process that has read for an earlier worker; None without one.
     """
 
     fresh: socket.socket
+    fresh_clock: ReadingClock
     living: socket.socket | None = None
     clock: ReadingClock | None = None
 
@@ -97,7 +109,8 @@ class DataReaders:
     ) -> None:
         self._watcher, self._run = watcher, run
         self._processes: dict[int, _Process] = {}
-        self._requests: dict[int, socket.socket] = {}  # by rank: ends of `fresh` connections
+        self._requests: dict[int, tuple[socket.socket, ReadingClock]] = {}
+        """By rank, the ends of `fresh` connections, and the clocks of processes for them."""
         self._unfit: set[int] = set()
         self._selector = selectors.DefaultSelector()
 
@@ -117,23 +130,24 @@ class DataReaders:
             return None
         self._forget_request(rank)
         fresh, request = _pair()
-        self._requests[rank] = request
+        clock = ReadingClock()
+        self._requests[rank] = request, clock
         self._selector.register(request, selectors.EVENT_READ, rank)
         process = self._processes.get(rank)
         if process is None:
-            return ReaderLink(fresh)
+            return ReaderLink(fresh, clock)
         living, theirs = _pair()
         with theirs, suppress(OSError):  # it has ended, which the worker sees
             socket.send_fds(process.control, [b"\0"], [theirs.fileno()])
-        return ReaderLink(fresh, living, process.clock)
+        return ReaderLink(fresh, clock, living, process.clock)
 
     def start_requested(self) -> None:
         """Start the processes that workers have requested, and forget those that none needs."""
         for key, _ in self._selector.select(0):
-            connection = self._requests[key.data]
+            connection, clock = self._requests[key.data]
             with suppress(ConnectionError):
                 if connection.recv(1, socket.MSG_PEEK):
-                    self._start(key.data, connection)
+                    self._start(key.data, connection, clock)
             self._forget_request(key.data)
 
     def reap(self) -> None:
@@ -153,16 +167,15 @@ class DataReaders:
     def close(self) -> None:
         """Close this process's ends of the connections; a forked child does so."""
         self._selector.close()
-        for connection in self._requests.values():
+        for connection, _ in self._requests.values():
             connection.close()
         for process in self._processes.values():
             process.control.close()
 
-    def _start(self, rank: int, connection: socket.socket) -> None:
+    def _start(self, rank: int, connection: socket.socket, clock: ReadingClock) -> None:
         if rank in self._processes:  # the worker cannot use it: it lacks a mini-batch, or is stuck
             self._kill(rank)
         control, theirs = _pair()
-        clock = ReadingClock()
         try:
             pid = os.fork()
         except OSError:  # the worker sees the end of the connection
@@ -181,6 +194,7 @@ class DataReaders:
             finally:
                 os._exit(status)
         theirs.close()
+        clock.started(pid)
         self._watcher.add(pid)
         self._processes[rank] = _Process(pid, control, clock)
 
@@ -200,7 +214,8 @@ class DataReaders:
         process.clock.close()
 
     def _forget_request(self, rank: int) -> None:
-        if connection := self._requests.pop(rank, None):
+        if request := self._requests.pop(rank, None):
+            connection, _ = request  # the process that was started, or is to be, has the clock
             self._selector.unregister(connection)
             connection.close()
 

@@ -72,7 +72,7 @@ class RemoteReader(Reader):
         link: connections to the processes.
         setup: the job, for a new process.
         stall_seconds: seconds after which a mini-batch is not waited for.
-        answer_seconds: seconds in which a process that reads none answers.
+        answer_seconds: seconds in which a process that reads none, or is stopped, answers.
         options: those of :class:`Reader`.
     """
 
@@ -256,11 +256,14 @@ class RemoteReader(Reader):
         try:
             self._wait(connection)
             reply: Reply = receive(connection)
-        except (EOFError, OSError):
+        except (EOFError, OSError) as error:
             if not self._has_read:
                 raise _CannotRead("the process for it has ended") from None
             # The agent may be gone, whose child it is: then the launcher reports that.
-            raise ReadFailed(Failure(Cause.PEER, "the process that reads data() is gone")) from None
+            cause, what = Cause.PEER, "is gone"
+            if isinstance(error, TimeoutError):
+                cause, what = Cause.LOST, f"has not answered for {self._answer_seconds:g} s"
+            raise ReadFailed(Failure(cause, f"the process that reads data() {what}")) from None
         if isinstance(reply, Unfit):
             raise _CannotRead(reply.reason)
         if isinstance(reply, ReadingFailed):
@@ -269,25 +272,27 @@ class RemoteReader(Reader):
         return reply
 
     def _wait(self, connection: socket.socket) -> None:
-        """Wait for a reply; a living process may still load the job or read, or be stuck.
+        """Wait for a reply, unless the process is stopped.
 
-        A process that was suspended between two mini-batches does not read, and does not reply.
+        A process that has read for an earlier worker may still load the job or read, or be stuck.
 
         Raises:
-            TimeoutError: it is stuck.
+            TimeoutError: it is stopped or stuck.
         """
-        clock = self._link.clock
-        if connection is not self._link.living or clock is None or self._has_begun:
-            return
+        is_living = connection is self._link.living
+        clock = self._link.clock if is_living else self._link.fresh_clock
+        assert clock is not None
+        may_be_stuck = is_living and not self._has_begun
         poll = select.poll()
         poll.register(connection, select.POLLIN)
         own = SuspendAwareClock(2 * _POLL_SECONDS)
         since = own.now()
         while not poll.poll(1000 * _POLL_SECONDS):
-            now = own.now()
-            if reading := clock.seconds():
+            now, reading = own.now(), clock.seconds()
+            if not clock.is_stopped() and (reading or not may_be_stuck):
                 since = now
-            if reading > self._stall_seconds or now - since > self._answer_seconds:
+            is_stuck = may_be_stuck and reading > self._stall_seconds
+            if is_stuck or now - since > self._answer_seconds:
                 raise TimeoutError
 
 

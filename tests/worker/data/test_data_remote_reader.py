@@ -213,6 +213,22 @@ def test_a_stuck_process_is_replaced(host: Host) -> None:
         os.kill(stuck, 0)
 
 
+def test_a_process_that_is_stopped_while_it_reads_is_replaced(host: Host) -> None:
+    first = host.worker(answer_seconds=0.5)
+    for _ in range(3):
+        read(first)
+    until(lambda: host.reads[-1:] == [3])
+    os.kill(host.pids[0], signal.SIGSTOP)
+    with pytest.raises(ReadFailed, match=r"data\(\) has not answered for 0.5 s") as lost:
+        read(first)
+    assert lost.value.failure.cause is Cause.LOST
+    host.go()
+    second = host.worker(answer_seconds=0.5)
+    second.restore({"epoch": 0, "read": 3})
+    assert number_of(read(second)) == 3
+    assert len(host.pids) == 2
+
+
 def test_a_process_that_was_suspended_between_two_mini_batches_is_replaced(host: Host) -> None:
     host.go()
     first = host.worker()
