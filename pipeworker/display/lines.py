@@ -217,7 +217,9 @@ class LineDisplay:
         more = further(verdict.steps, self._options.epochs, patience) if done else None
         loss = self._last.loss if self._last and self._last.step == verdict.steps else None
         criterion, best, saved, kept = Criterion.parse(self._options.best), None, -1, None
+        profiles = ""
         with suppress(OSError, UnreadableFile):
+            profiles = located(run_dir.profiles) if any(run_dir.profiles.glob("worker-*")) else ""
             saved = run_dir.checkpoints.last_step()  # first: rows may be unreadable
             kept = run_dir.checkpoints.best(criterion)
             best = criterion.best(rows.read(run_dir.evaluation))
@@ -236,7 +238,7 @@ class LineDisplay:
             commands.export_best(typed),
             commands.resume(typed, more),
             self._options.resume_step,
-            located(run_dir.profiles) if any(run_dir.profiles.glob("worker-*")) else "",
+            profiles,
         )
 
     def _plan_context(self) -> PlanContext | None:

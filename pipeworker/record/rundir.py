@@ -97,10 +97,15 @@ class RunDir:
 
     @property
     def path(self) -> Path:
-        """Where the directory is now; where it last was if it has been removed."""
-        now = located(self.root)
-        if not now.endswith(" (deleted)"):
-            self._path = Path(now)
+        """Where the directory is now; where it last was if it has been removed or unmounted.
+
+        The descriptor of a directory whose file system is unmounted has a path that begins there.
+        """
+        now = Path(located(self.root))
+        if now != self._path:
+            with suppress(OSError):
+                if now.samefile(self.root):
+                    self._path = now
         return self._path
 
     def coordinator_log(self) -> Path:

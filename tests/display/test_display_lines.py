@@ -176,6 +176,14 @@ def test_errors_cannot_move_the_cursor() -> None:
     assert shown.error.getvalue() == "warning: of z\nerror: it raised x\n\tat y\n"
 
 
+def test_the_error_is_shown_if_the_run_directory_cannot_be_read() -> None:
+    out = StringIO()
+    options = Options("job.py", 2, 4)
+    lines = LineDisplay(options, RunDir(Path("/", "long" * 100)), Style(), out, out)
+    lines.show(Verdict("failed", 1, 0, 0.0, (), 0.0, "no room"))
+    assert "error: no room" in out.getvalue()
+
+
 def test_quiet_shows_only_warnings_and_errors() -> None:
     shown = Shown(quiet=True)
     failed = Verdict("failed", 1, 4, 1.0, (), 0.5, "why")

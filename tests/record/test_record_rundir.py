@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,24 @@ def test_an_open_run_directory_is_used_wherever_it_is_moved(tmp_path: Path) -> N
         run.metrics.touch()
     assert run.path == after
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.root
+def test_a_directory_that_is_unmounted_was_not_moved(tmp_path: Path) -> None:
+    """The system shows its path from the root of its file system: ``/tmp``, a folder of others."""
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    try:
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(mounted)], check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this system mounts nothing")
+    try:
+        (mounted / "tmp").mkdir()
+        run = RunDir.open(mounted / "tmp")
+    finally:
+        subprocess.run(["umount", "--lazy", str(mounted)], check=True)
+    assert located(run.root) == "/tmp"
+    assert run.path == mounted / "tmp"
 
 
 def test_create_makes_the_requested_directory(tmp_path: Path) -> None:
