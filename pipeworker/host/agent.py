@@ -25,7 +25,7 @@ from typing_extensions import assert_never
 from pipeworker.environment import timings, versions
 from pipeworker.host.data_readers import DataReaders, ReaderLink, ReadingClock
 from pipeworker.host.descriptors import check_available, check_tasks, raise_limit
-from pipeworker.host.lifetime import die_with_parent, is_parent_stopped, kill_group
+from pipeworker.host.lifetime import die_with_parent, has_ended, is_parent_stopped, kill_group
 from pipeworker.host.position import Tracker
 from pipeworker.host.session_watcher import (
     SessionWatcher,
@@ -318,6 +318,8 @@ def main() -> int:
     sockets = share_sockets_folder()
     watcher = SessionWatcher(sockets)
     die_with_parent(parent)  # until it can watch its input
+    if has_ended(0):  # the parent has ended before that: importing torch may take long
+        return 0
     with reported_progress(lambda seconds: _send(Starting(seconds))):
         # For its effect, and by name: a linter removes an import that nothing refers to.
         for name in ("process", "model.survey_process", "data.reader_process"):

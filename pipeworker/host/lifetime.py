@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import sys
 from contextlib import suppress
@@ -42,6 +43,13 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:
             os._exit(1)
+
+
+def has_ended(descriptor: int) -> bool:
+    """Return whether the other end of a pipe is closed, although there may be more to read."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(found & select.POLLHUP for _, found in poll.poll(0))
 
 
 def is_parent_stopped() -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 
 from pipeworker.host.agent import unreachable_reason
 from pipeworker.wire.lines import Fork
@@ -47,3 +50,22 @@ def test_a_worker_can_wait_for_its_children_if_the_agent_inherits_that_none_can(
     """A program that starts jobs may ignore SIGCHLD: then the kernel reaps all children itself."""
     stdout, stderr = jobs.python("-c", IGNORES).communicate(timeout=60)
     assert "status 0" in stdout, stderr
+
+
+ORPHAN = """
+import sys
+from pipeworker.host import agent
+
+print(agent.main(), "torch" in sys.modules)
+"""
+
+
+def test_an_agent_whose_launcher_has_ended_imports_nothing() -> None:
+    """The launcher was killed before the agent could ask the system to end with it."""
+    reads, writes = os.pipe()
+    os.write(writes, b"[]\n")
+    os.close(writes)
+    words = [sys.executable, "-c", ORPHAN]
+    agent = subprocess.run(words, stdin=reads, capture_output=True, text=True, timeout=60)
+    os.close(reads)
+    assert (agent.stdout, agent.stderr) == ("0 False\n", "")
