@@ -62,9 +62,9 @@ def further(steps: int, epochs: int | None, patience: int | None = None) -> tupl
 
 
 def relative(path: str) -> str:
-    """Shorten a path that is below the current folder."""
+    """Shorten a path that is below the current folder; the result is no option of a command."""
     try:
         found = os.path.relpath(path)
     except (OSError, ValueError):
         return path
-    return path if found.startswith(os.pardir) else found
+    return path if found.startswith((os.pardir, "-")) else found

@@ -55,3 +55,4 @@ def test_a_path_is_typed_from_the_current_folder(
     monkeypatch.chdir(tmp_path / "here")
     assert relative(str(tmp_path / "here" / "runs" / "x")) == "runs/x"
     assert relative(str(tmp_path / "there")) == str(tmp_path / "there")
+    assert relative(str(tmp_path / "here" / "-r")) == str(tmp_path / "here" / "-r")
