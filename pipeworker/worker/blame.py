@@ -48,6 +48,13 @@ _NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")
 _LOADER_LOST = "DataLoader worker (pid"
 """Part of torch's RuntimeErrors for a process of a loader that is gone. A signal handler raises one
 of them wherever the main thread is, in data(), in a layer or in pipeworker's own code."""
+_DEVICE_FAULTS = (
+    "uncorrectable ECC error",
+    "uncorrectable NVLink error",
+    "hardware stack error",
+    "busy or unavailable",
+)
+"""Parts of CUDA's errors for a device that has failed, whatever the process has asked of it."""
 _USE_FEWER_THREADS = (
     "; the system grants no more threads or processes: raise the limit (ulimit -u, pids.max of the "
     "cgroup) or start fewer workers on this host"
@@ -211,6 +218,8 @@ def failure_of(
             message = f"{text(error)}{use_less}"
         case _ if _is_out_of_threads(error) or _is_loader_lost(error):
             message = text(error)
+        case torch.AcceleratorError():  # of a layer's work, which the device has done later
+            message = text(error)
         case _:
             cause, message = Cause.INTERNAL, f"a defect in pipeworker: {text(error)}"
             shown = "".join(traceback.format_exception(error))
@@ -221,6 +230,8 @@ def failure_of(
         cause, message = Cause.LOST, f"{message}{_USE_FEWER_THREADS}"  # others may end meanwhile
     elif _is_loader_lost(origin):
         cause, message, shown = Cause.LOST, f"a process of data() is gone: {text(origin)}", ""
+    elif _is_device_lost(origin):
+        cause, message, shown = Cause.LOST, f"its device has failed: {text(origin)}", ""
     lacks = isinstance(error, NoTerminalError) and max(position.step, position.layer) >= 0
     message, shown = _shorten(message), _shorten(shown)
     return Failure(cause, message, rank, position, layer_class, shown, stage, status, lacks)
@@ -250,6 +261,13 @@ def _is_out_of_threads(error: BaseException) -> bool:
 def _is_loader_lost(error: BaseException) -> bool:
     """Return whether a process of a ``DataLoader`` was killed or has exited."""
     return isinstance(error, RuntimeError) and _LOADER_LOST in message_of(error)
+
+
+def _is_device_lost(error: BaseException) -> bool:
+    """Return whether an accelerator has failed, and not what it was asked to do."""
+    return isinstance(error, torch.AcceleratorError) and any(
+        part in message_of(error) for part in _DEVICE_FAULTS
+    )
 
 
 def problem(error: BaseException) -> str:

@@ -195,6 +195,23 @@ def test_a_process_of_a_loader_that_is_gone_is_a_loss(error: BaseException) -> N
     assert not failure.traceback
 
 
+ECC = torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+
+
+@pytest.mark.parametrize("error", [ECC, raised_by(ECC, layer(5, "Linear"))])
+def test_a_device_that_has_failed_is_a_loss(error: BaseException) -> None:
+    failure = failure_of(error, 2, FORWARD, "Linear")
+    assert failure.cause is Cause.LOST
+    assert failure.message.startswith("its device has failed: AcceleratorError: CUDA error: uncorr")
+
+
+def test_work_that_a_device_could_not_do_is_the_user_s() -> None:
+    """It may show at any later call of pipeworker's own."""
+    failure = failure_of(torch.AcceleratorError("CUDA error: device-side assert"), 2, FORWARD)
+    assert failure.cause is Cause.USER
+    assert failure.message == "AcceleratorError: CUDA error: device-side assert"
+
+
 def test_a_change_in_place_of_what_a_graph_has_saved_is_explained() -> None:
     weight = torch.ones(2, requires_grad=True)
     product = (weight * weight).sum()
