@@ -158,7 +158,7 @@ def test_data_is_read_again_if_its_process_is_lost(jobs: Jobs, quiet: Record) ->
     os.kill(reader_of(jobs), signal.SIGKILL)
     (jobs.folder / "go").touch()
     run = ended(process, path)
-    assert "the process that reads data() is gone" in run.summary["causes"][0]
+    assert "the process that reads data() was killed by SIGKILL" in run.summary["causes"][0]
     assert_same(run, quiet)
     found = reads(jobs)
     assert len({pid for pid, _ in found}) == 2

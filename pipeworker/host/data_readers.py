@@ -26,17 +26,29 @@ UNFIT = 3
 """The exit status of a process that cannot read for its rank: no other one is started."""
 _TIME = Struct("<d")
 _PID = Struct("<q")
+_EXIT = Struct("<?i")
+"""Whether the process has ended, and its exit code."""
+_EXIT_AT = _TIME.size + _PID.size
 
 
 class ReadingClock:
     """For how long a process has loaded its job or read, in memory that its forks share."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, _TIME.size + _PID.size)
+        self._memory = mmap.mmap(-1, _EXIT_AT + _EXIT.size)
 
     def started(self, pid: int) -> None:
         """Note the process that reads."""
         _PID.pack_into(self._memory, _TIME.size, pid)
+
+    def ended(self, code: int) -> None:
+        """Note that the process has ended; of a signal, `code` is the negative number."""
+        _EXIT.pack_into(self._memory, _EXIT_AT, True, code)
+
+    def exit_code(self) -> int | None:
+        """Return the exit code of the process; None if it is not known."""
+        has_ended, code = _EXIT.unpack_from(self._memory, _EXIT_AT)
+        return code if has_ended else None
 
     def is_stopped(self) -> bool:
         """Return whether the process is stopped by a signal."""
@@ -155,7 +167,9 @@ class DataReaders:
         for rank, process in list(self._processes.items()):
             ended, status = os.waitpid(process.pid, os.WNOHANG)
             if ended:
-                if os.waitstatus_to_exitcode(status) == UNFIT:
+                code = os.waitstatus_to_exitcode(status)
+                process.clock.ended(code)
+                if code == UNFIT:
                     self._unfit.add(rank)
                 self._forget(rank)
 

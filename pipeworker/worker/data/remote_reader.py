@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import select
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -12,9 +13,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from pipeworker.errors import PipeworkerError
-from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.failure import Cause, Failure, describe_exit
 from pipeworker.host import streams
-from pipeworker.host.data_readers import ReaderLink
+from pipeworker.host.data_readers import ReaderLink, ReadingClock
 from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.job.signatures import with_start
 from pipeworker.worker.data.epoch import validate_position
@@ -263,6 +264,8 @@ class RemoteReader(Reader):
             cause, what = Cause.PEER, "is gone"
             if isinstance(error, TimeoutError):
                 cause, what = Cause.LOST, f"has not answered for {self._answer_seconds:g} s"
+            elif (code := self._exit_code()) is not None:
+                cause, what = Cause.LOST, describe_exit(code)
             raise ReadFailed(Failure(cause, f"the process that reads data() {what}")) from None
         if isinstance(reply, Unfit):
             raise _CannotRead(reply.reason)
@@ -270,6 +273,22 @@ class RemoteReader(Reader):
             raise ReadFailed(reply.failure)
         assert isinstance(reply, kind), f"{type(reply).__name__} is no reply to {request}"
         return reply
+
+    def _exit_code(self) -> int | None:
+        """Return the exit code of a process that has ended; None if the agent has not noted it."""
+        for _ in range(100):  # it notes that as soon as the system reports it
+            if (code := self._clock.exit_code()) is not None:
+                return code
+            time.sleep(0.01)
+        return None
+
+    @property
+    def _clock(self) -> ReadingClock:
+        """The clock of the process that reads."""
+        is_living = self._connection is self._link.living
+        clock = self._link.clock if is_living else self._link.fresh_clock
+        assert clock is not None
+        return clock
 
     def _wait(self, connection: socket.socket) -> None:
         """Wait for a reply, unless the process is stopped.
@@ -279,10 +298,8 @@ class RemoteReader(Reader):
         Raises:
             TimeoutError: it is stopped or stuck.
         """
-        is_living = connection is self._link.living
-        clock = self._link.clock if is_living else self._link.fresh_clock
-        assert clock is not None
-        may_be_stuck = is_living and not self._has_begun
+        clock = self._clock
+        may_be_stuck = connection is self._link.living and not self._has_begun
         poll = select.poll()
         poll.register(connection, select.POLLIN)
         own = SuspendAwareClock(2 * _POLL_SECONDS)
