@@ -32,7 +32,7 @@ _EXIT_AT = _TIME.size + _PID.size
 
 
 class ReadingClock:
-    """For how long a process has loaded its job or read, in memory that its forks share."""
+    """For how long a process has loaded its job or read, and how it has ended, in shared memory."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, _EXIT_AT + _EXIT.size)
