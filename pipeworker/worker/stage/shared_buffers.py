@@ -16,6 +16,10 @@ Place = tuple[int, str]
 """The index of a layer in the model, and the name of a buffer within the layer."""
 
 
+_SMALL = 1 << 20
+"""The bytes of a buffer up to which all its numbers are looked at in every step."""
+
+
 class SharedBuffers:
     """The buffers of a stage that other stages have too, as a table of positions.
 
@@ -43,17 +47,19 @@ class SharedBuffers:
     def check(self, step: int) -> None:
         """Reject a change of a buffer, at the end of a mini-batch of a step.
 
-        A change without a trace in the tensor's version, as of ``buffer.data``, is found after the
-        first mini-batch, the second, the fourth and so on: it takes a look at all the numbers.
+        A change without a trace in the tensor's version, as of ``buffer.data``, takes a look at all
+        numbers. Large buffers are searched for it after the first mini-batch, the second, the
+        fourth and so on.
 
         Raises:
             UsageError: a buffer has changed.
         """
         self._checks += 1
-        is_thorough = self._checks & (self._checks - 1) == 0
+        is_due = self._checks & (self._checks - 1) == 0
         for slot, (buffer, version, numbers) in self._known.items():
             now = get_slot(slot)
-            if now is buffer and versions(now) == version and not is_thorough:
+            is_searched = is_due or buffer.nbytes <= _SMALL
+            if now is buffer and versions(now) == version and not is_searched:
                 continue
             if not isinstance(now, torch.Tensor) or checksums(now) != numbers:
                 raise UsageError(

@@ -97,6 +97,7 @@ class Stage:
         self._layers.begin(step, first)
         self._buffers.begin()
         self._shared.begin()
+        self._local.begin()
         if self._offload is not None:
             self._offload.begin()
 
@@ -189,7 +190,7 @@ class Stage:
     def backward(self, mb: MicroBatch) -> None:
         """Accumulate the gradients of weights; sets ``input_gradients``, ``arrived_gradients``."""
         roots, gradients = self._start_backward(mb)
-        add_local_gradients(mb)
+        add_local_gradients(mb, self._loss_scale)
         if roots:
             self._engine(roots, gradients, False, False, (), True, True)
         self._set_gradients(mb, mb.boundary or None)
@@ -209,7 +210,7 @@ class Stage:
         """Run the second half of a split backward: accumulate the gradients of weights."""
         self.tracker.set(Phase.BACKWARD, self._step, mb.number, self.last_layer)
         weight_gradients, mb.weight_gradients = mb.weight_gradients, None
-        add_local_gradients(mb)
+        add_local_gradients(mb, self._loss_scale)
         if weight_gradients is not None:
             weight_gradients.run(self._engine)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -18,26 +18,40 @@ WIDTH, COUNT = 3, 4
 
 
 class Local(nn.Linear):
-    """Has a loss of its own besides the one at the end."""
+    """Has losses of its own besides the one at the end, for each number in `powers`."""
 
-    def __init__(self, *, detaches: bool = True) -> None:
+    numbers: torch.Tensor
+
+    def __init__(self, *powers: int, detaches: bool = True) -> None:
         super().__init__(WIDTH, WIDTH)
-        self.detaches = detaches
+        self.powers, self.detaches = powers, detaches
+        self.register_buffer("numbers", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         seen = x.detach() if self.detaches else x
-        own: torch.Tensor = super().forward(seen).pow(2).mean()
-        own.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        for power in self.powers:
+            own: torch.Tensor = super().forward(seen).pow(power).mean()
+            own.backward(retain_graph=True)  # type: ignore[no-untyped-call]
         return torch.tanh(super().forward(x))
+
+
+class AtTimes(Local):
+    """Has them from the second mini-batch on, and there for every other micro-batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        number = int(self.numbers)
+        self.numbers += 1
+        self.powers = (2, 4) if number >= COUNT and number % 2 == 0 else ()
+        return super().forward(x)
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).pow(2).mean()
 
 
-def net(*, detaches: bool = True) -> nn.Sequential:
+def net(make: Callable[[], Local]) -> nn.Sequential:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Local(detaches=detaches), nn.Linear(WIDTH, 1))
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), make(), nn.Linear(WIDTH, 1))
 
 
 def microbatch(number: int, *, recompute: bool = False, split: bool = False) -> MicroBatch:
@@ -48,12 +62,15 @@ def microbatch(number: int, *, recompute: bool = False, split: bool = False) -> 
     return mb
 
 
+@pytest.mark.parametrize("make", [lambda: Local(2), lambda: Local(2, 3, 4), AtTimes])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("recompute", [(), (0, 2), (0, 1, 2, 3)])
-def test_gradients_are_those_of_the_plain_loop(recompute: Sequence[int], split: bool) -> None:
-    layers, plain = net(), net()
+def test_gradients_are_those_of_the_plain_loop(
+    recompute: Sequence[int], split: bool, make: Callable[[], Local]
+) -> None:
+    layers, plain = net(make), net(make)
     stage = Stage([*layers], StageConfig(0, 0, 3, torch.device("cpu")), Tracker(), loss)
-    for step in (1, 2):
+    for step in (1, 2, 3):
         stage.begin(step)
         mbs = [microbatch(m, recompute=m in recompute, split=split) for m in range(COUNT)]
         for mb in mbs:
@@ -74,7 +91,8 @@ def test_gradients_are_those_of_the_plain_loop(recompute: Sequence[int], split: 
 
 
 def test_a_backward_that_reaches_an_earlier_stage_is_an_error() -> None:
-    stage = Stage([*net(detaches=False)], StageConfig(1, 4, 3, torch.device("cpu")), Tracker())
+    layers = net(lambda: Local(2, detaches=False))
+    stage = Stage([*layers], StageConfig(1, 4, 3, torch.device("cpu")), Tracker())
     stage.begin(1)
     mb = microbatch(0)
     mb.wants_grad = (True,)

@@ -11,10 +11,13 @@ from torch import nn
 from pipeworker.errors import UsageError
 from pipeworker.worker.stage.shared_buffers import SharedBuffers
 
+LARGE = 1 << 19
+"""A number of elements of which not all are looked at in every step."""
 
-def layer() -> nn.Module:
+
+def layer(size: int = 3) -> nn.Module:
     inner = nn.Module()
-    inner.register_buffer("cos", torch.ones(3))
+    inner.register_buffer("cos", torch.ones(size))
     return nn.Sequential(inner)
 
 
@@ -35,19 +38,22 @@ def remove(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changing", "before", "found"),
+    ("changing", "before", "found", "size"),
     [
-        (change, 0, 1),
-        (change, 4, 5),
-        (replace, 4, 5),
-        (remove, 4, 5),
-        (change_without_a_trace, 0, 1),
-        (change_without_a_trace, 1, 2),
-        (change_without_a_trace, 4, 8),
+        (change, 0, 1, 3),
+        (change, 4, 5, 3),
+        (replace, 4, 5, 3),
+        (remove, 4, 5, 3),
+        (change_without_a_trace, 0, 1, LARGE),
+        (change_without_a_trace, 1, 2, LARGE),
+        (change_without_a_trace, 4, 5, 3),
+        (change_without_a_trace, 4, 8, LARGE),
     ],
 )
-def test_a_change_is_found(changing: Callable[[nn.Module], None], before: int, found: int) -> None:
-    module = layer()
+def test_a_change_is_found(
+    changing: Callable[[nn.Module], None], before: int, found: int, size: int
+) -> None:
+    module = layer(size)
     buffers = SharedBuffers([nn.Identity(), module], 6, {(7, "0.cos"): "rope.cos"})
     for step in range(1, before + 1):
         buffers.begin()
