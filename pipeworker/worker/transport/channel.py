@@ -145,6 +145,12 @@ class Sender(_End):
         self, number: int, messages: Messages, accelerator: Accelerator
     ) -> Messages:
         """Send the device's tensors as soon as they are computed; return the other messages."""
+        # The buffers that tensors were received into are written again once the compute stream has
+        # used them, whether or not the stream of sends has read them.
+        messages = [
+            (tag, aligned_copy(tensor) if accelerator.is_arrived(tensor) else tensor)
+            for tag, tensor in messages
+        ]
         if self._between_devices:
             messages = self._send_to_device(number, messages, accelerator)
         if not any(accelerator.holds(tensor) for _, tensor in messages):
@@ -170,9 +176,6 @@ class Sender(_End):
         if not all(map(accelerator.holds, tensors)):
             tensors, copied = staging.move_to_device(accelerator, tensors)
             accelerator.current.wait_event(copied)
-        # The buffers that tensors were received into are written again before the device has read
-        # them, if it has nothing else to do with them.
-        tensors = [aligned_copy(t) if accelerator.is_arrived(t) else t for t in tensors]
         expected = [(EXPECTED, tensor) for tensor in tensors]
         # A send is complete when it is submitted; the device reads the tensor later.
         self._keep(self._start(expected), number, expected)

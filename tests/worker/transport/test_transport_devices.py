@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -59,7 +60,8 @@ class Channel:
 
     def __init__(self, ends: tuple[Link, Link], devices: Sequence[MappedDevice]) -> None:
         self._here, self._there = devices
-        self.sender = Sender(ends[0], None, TaskThread("send"), accelerator=self._here)
+        self.send_thread = TaskThread("send")
+        self.sender = Sender(ends[0], None, self.send_thread, accelerator=self._here)
         self.receiver = Receiver(ends[1], 4, accelerator=self._there)
 
     def step(self, values: Sequence[Any], signature: int = 0) -> list[torch.Tensor]:
@@ -174,6 +176,36 @@ def test_what_a_stage_passes_on_is_sent_before_its_buffer_is_written_again(
         wanted = [value for step in range(3) for value in values(step)]
         for got, value in zip(results, wanted, strict=True):
             assert torch.equal(devices[2].read(got), value)
+
+
+def _wait(event: threading.Event) -> None:
+    assert event.wait(60)
+
+
+def test_what_a_stage_passes_on_through_the_host_is_sent_before_its_buffer_is_written() -> None:
+    """The stage in the middle receives from a device, and its copies to the host are late."""
+    refusing = MappedDevice(["compute", "receives"], refuses="it sends through the host")
+    devices = [MappedDevice(EAGER[-1]).start(), refusing, MappedDevice(EAGER[-1])]
+    with chained(devices) as (first, second):
+        one, two = Channel(first, devices[:2]), Channel(second, devices[1:])
+        for step in range(3):
+            for channel in (one, two):
+                channel.sender.begin(0)
+                channel.receiver.begin(0, range(MICROBATCHES))
+            passed_on = threading.Event()
+            two.send_thread.submit(partial(_wait, passed_on))
+            for m, value in enumerate(values(step)):
+                with devices[0].active():
+                    one.sender.send(m, devices[0].put(value) * 1.0)
+                with devices[1].active():
+                    two.sender.send(m, one.receiver.receive(m))
+                    one.receiver.release(m)
+            passed_on.set()
+            for m, value in enumerate(values(step)):
+                with devices[2].active():
+                    got = two.receiver.receive(m) * 1.0
+                    two.receiver.release(m)
+                assert torch.equal(devices[2].read(got), value), (step, m)
 
 
 @pytest.mark.parametrize(
