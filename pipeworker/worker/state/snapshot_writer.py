@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from pipeworker.record.checkpoint.snapshot_buffer import CopyPairs, SnapshotBuff
 from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory, write_contents, write_files
 from pipeworker.record.checkpoint.stage_state import StageState
 from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
+from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.device.device import peak_resident
 from pipeworker.worker.transport.snapshot_transfer import MirrorClient
 
@@ -57,6 +58,7 @@ class SnapshotWriter:
         mirror: makes the client by which another host mirrors each snapshot, if one does. It is
             called at the first snapshot: by then all hosts can be reached. A snapshot counts as
             complete once it is mirrored.
+        accelerator: the device of the state, if it is not the host.
 
     Attributes:
         complete: step of the last complete snapshot, or -1, and the seconds of work it took.
@@ -73,7 +75,9 @@ class SnapshotWriter:
         send: Callable[[Saved], None],
         sharing: int = 1,
         mirror: Callable[[], MirrorClient | None] = lambda: None,
+        accelerator: Accelerator | None = None,
     ) -> None:
+        self._accelerator = accelerator
         self._rank, self._ranks, self._sharing = rank, ranks, max(ranks, sharing)
         self._names = file_names(rank, ranks)
         self._folder, self._inherited, self._send = folder, inherited, send
@@ -126,9 +130,11 @@ class SnapshotWriter:
         self._copied.clear()
         seconds = time.monotonic() - began
         if pairs:
-            self._copies.submit(lambda: self._copy(copy, buffer, pairs, seconds))
+            # The thread has a current stream of its own, which does not wait for the update.
+            same_stream = self._current_stream()
+            self._copies.submit(lambda: self._copy(copy, buffer, pairs, seconds, same_stream))
         else:  # waking a thread would cost more than what is left
-            self._copy(copy, buffer, pairs, seconds)
+            self._copy(copy, buffer, pairs, seconds, nullcontext())
 
     def wait_copied(self) -> None:
         """Wait until the snapshot in progress is copied, because weights are about to change."""
@@ -208,9 +214,21 @@ class SnapshotWriter:
         if self._error is not None:
             raise self._error
 
-    def _copy(self, copy: Copy, buffer: SnapshotBuffer, pairs: CopyPairs, seconds: float) -> None:
+    def _current_stream(self) -> AbstractContextManager[object]:
+        """Return a context for another thread, whose work is done in this thread's stream."""
+        accelerator = self._accelerator
+        return nullcontext() if accelerator is None else accelerator.using(accelerator.current)
+
+    def _copy(
+        self,
+        copy: Copy,
+        buffer: SnapshotBuffer,
+        pairs: CopyPairs,
+        seconds: float,
+        stream: AbstractContextManager[object],
+    ) -> None:
         began = time.thread_time()
-        with torch.no_grad():
+        with torch.no_grad(), stream:
             for view, tensor in pairs:
                 view.copy_(tensor)
         buffer.commit(copy.step)

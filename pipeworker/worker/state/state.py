@@ -304,6 +304,7 @@ class State:
             self._loaded.control.send,
             placement.ranks,
             self.snapshots.mirror_client,
+            self._loaded.accelerator,
         )
 
     def _parts(self) -> list[StageState]:

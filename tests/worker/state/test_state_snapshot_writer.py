@@ -8,10 +8,12 @@ import os
 import queue
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ from pipeworker.timings import DEFAULT
 from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
 from pipeworker.worker.state import snapshot_writer
 from pipeworker.worker.state.snapshot_writer import SnapshotWriter
+from support.device import LateDevice
 
 
 class WriterOfLayer:
@@ -66,6 +69,42 @@ def layer_writer(tmp_path: Path) -> Iterator[WriterOfLayer]:
     layer_writer.writer.close()
     for memory in layer_writer.memories:
         memory.close()
+
+
+class ActiveDevice(LateDevice):
+    """A late device that also queues the operators of other threads, in the streams they use.
+
+    Attributes:
+        entered: the names of these threads and streams.
+    """
+
+    entered: list[tuple[str, str]]
+
+    @contextmanager
+    def using(self, stream: Any) -> Iterator[None]:
+        self.entered.append((threading.current_thread().name, stream.name))
+        with super().using(stream), self.active():
+            yield
+
+
+def test_weights_are_copied_in_the_stream_that_updates_them(layer_writer: WriterOfLayer) -> None:
+    """The host waits for no small tensor, as it would for a bias."""
+    layer_writer.layer.register_parameter("bias", None)
+    device = ActiveDevice()
+    device.entered = []
+    writer = SnapshotWriter(
+        0, 1, layer_writer.memories, lambda _: layer_writer.folder, (), print, accelerator=device
+    )
+    device.move([layer_writer.layer])
+    own = device.stream("the user's")
+    with device.using(own), torch.no_grad():
+        layer_writer.layer.weight.fill_(2.0)
+        writer.copy(Copy(1, 0), layer_writer.parts, set(), None)
+        writer.wait_copied()
+    assert device.entered[1:] == [("copies", "the user's")]
+    weights = TensorFile(snapshot_files(layer_writer.memories[0], 1, 1).model)
+    assert torch.equal(weights["0.weight"], torch.full((64, 64), 2.0))
+    writer.close()
 
 
 def test_a_writer_process_that_died_is_replaced_for_the_next_checkpoint(
