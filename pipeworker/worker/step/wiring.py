@@ -113,13 +113,13 @@ class Wiring:
         receivers: defaultdict[tuple[Payload, int], dict[int, Receiver]] = defaultdict(dict)
         for edge, link in self._links.items():
             key = edge.payload, edge.source
-            device = None if edge.payload is Payload.DATA else self.accelerator
-            if edge.origin == self.replica:
-                sender = Sender(link, None, self._send_thread, self._types, device)
+            if edge.origin == self.replica:  # a loop of the user's may have its data on the device
+                sender = Sender(link, None, self._send_thread, self._types, self.accelerator)
                 senders[key][edge.goal] = sender
                 if edge.payload is Payload.SUM:
                     self.senders[edge] = sender
             elif edge.origin >= 0:
+                device = None if edge.payload is Payload.DATA else self.accelerator
                 receiver = Receiver(link, CHANNEL_CAPACITY, self._types, device)
                 receivers[key][edge.origin] = receiver
         for index, channels in self.stages.items():

@@ -12,11 +12,17 @@ import torch
 from torch import nn
 
 from pipeworker.facts.connections import Skip
+from pipeworker.facts.step import Batch
+from pipeworker.plan.actions import Payload
 from pipeworker.plan.placement import Placement
+from pipeworker.plan.schedule import replica_edges
+from pipeworker.worker.data.reader import MicroBatches
+from pipeworker.worker.step.wiring import Wiring
 from support.device import LateDevice
 from support.layers import Pop, Stash, data, mse
 from support.pipelines import Pipeline, filled
 from support.plain_loop import Batches, Loss, assert_equal
+from support.transport import MemoryLink
 
 MICROBATCHES = 4
 SKIPS = [Skip(0, 4, "kept")]
@@ -125,3 +131,25 @@ def test_offloaded_tensors_are_copied_in_order_with_compute(eager: str, without:
         expected = pipeline.train(2)
     with open_pipeline([LateDevice([eager], without)], batches, "offload", stages=1) as pipeline:
         assert (pipeline.train(2).losses == expected.losses) is not bool(without)
+
+
+def test_replicas_get_data_that_a_loop_has_on_the_device() -> None:
+    """The other replica receives its part on the host, which waits for the device."""
+    placement, device = Placement.identity(1).copies(2), LateDevice()
+    (edge,) = [
+        one for one in replica_edges(placement, scatters_data=True) if one.payload is Payload.DATA
+    ]
+    link = MemoryLink()
+    first, second = (
+        Wiring(placement, {}, {edge: link}, None, {}, replica=number, accelerator=accelerator)
+        for number, accelerator in enumerate((device, LateDevice()))
+    )
+    facts = Batch(signature=1, samples=4, microbatches=2, epoch=0)
+    values = [torch.full((2, 3), float(m)) for m in range(2)]
+    with device.active():
+        own = [device.put(value) * 1.0 for value in values]
+        first.scatter.scatter(MicroBatches(facts, own, own))
+    received = second.scatter.receive()
+    assert received is not None
+    for found in (received.inputs, received.targets):
+        assert torch.equal(found[0], values[1])
