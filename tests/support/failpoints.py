@@ -187,8 +187,8 @@ def _in_workers() -> None:
         ]
         return replace(compiled, instructions=instructions)
 
-    def copying(self: Any, copy: Any, buffer: Any, pairs: Sequence[Any], seconds: float) -> None:
-        original["copying"](self, copy, buffer, _with_copy_failpoint(pairs), seconds)
+    def copying(self: Any, copy: Any, buffer: Any, pairs: Sequence[Any], *rest: Any) -> None:
+        original["copying"](self, copy, buffer, _with_copy_failpoint(pairs), *rest)
 
     def dropout(self: Any, x: Any) -> Any:
         at(f"layer@{_Here.rank}")
