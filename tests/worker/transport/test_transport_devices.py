@@ -64,10 +64,24 @@ class Channel:
         self.sender = Sender(ends[0], None, self.send_thread, accelerator=self._here)
         self.receiver = Receiver(ends[1], 4, accelerator=self._there)
 
+    def begin(self, signature: int = 0, count: int = MICROBATCHES) -> None:
+        self.sender.begin(signature)
+        self.receiver.begin(signature, range(count))
+
+    def send(self, m: int, value: torch.Tensor) -> None:
+        """Send the result of an operation of the device."""
+        with self._here.active():
+            self.sender.send(m, self._here.put(value) * 1.0)
+
+    def pass_on(self, m: int, other: Channel) -> None:
+        """Send what was received over another channel, as it is, and release it."""
+        with self._there.active():
+            other.sender.send(m, self.receiver.receive(m))
+            self.receiver.release(m)
+
     def step(self, values: Sequence[Any], signature: int = 0) -> list[torch.Tensor]:
         """Send values from the device, the second of a pair from the host; return the results."""
-        self.sender.begin(signature)
-        self.receiver.begin(signature, range(len(values)))
+        self.begin(signature, len(values))
         results = []
         for m, value in enumerate(values):
             with self._here.active():
@@ -158,14 +172,10 @@ def test_what_a_stage_passes_on_is_sent_before_its_buffer_is_written_again(
         results: list[torch.Tensor] = []
         for step in range(3):
             for channel in (one, two):
-                channel.sender.begin(0)
-                channel.receiver.begin(0, range(MICROBATCHES))
+                channel.begin()
             for m, value in enumerate(values(step)):
-                with devices[0].active():
-                    one.sender.send(m, devices[0].put(value) * 1.0)
-                with devices[1].active():
-                    two.sender.send(m, one.receiver.receive(m))
-                    one.receiver.release(m)
+                one.send(m, value)
+                one.pass_on(m, two)
                 with devices[2].active():
                     results.append(two.receiver.receive(m) * 1.0)
                     two.receiver.release(m)
@@ -190,16 +200,12 @@ def test_what_a_stage_passes_on_through_the_host_is_sent_before_its_buffer_is_wr
         one, two = Channel(first, devices[:2]), Channel(second, devices[1:])
         for step in range(3):
             for channel in (one, two):
-                channel.sender.begin(0)
-                channel.receiver.begin(0, range(MICROBATCHES))
+                channel.begin()
             passed_on = threading.Event()
             two.send_thread.submit(partial(_wait, passed_on))
             for m, value in enumerate(values(step)):
-                with devices[0].active():
-                    one.sender.send(m, devices[0].put(value) * 1.0)
-                with devices[1].active():
-                    two.sender.send(m, one.receiver.receive(m))
-                    one.receiver.release(m)
+                one.send(m, value)
+                one.pass_on(m, two)
             passed_on.set()
             for m, value in enumerate(values(step)):
                 with devices[2].active():
