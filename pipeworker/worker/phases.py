@@ -130,7 +130,7 @@ class ModelledWorker:
 
 @dataclass(frozen=True, slots=True)
 class _Surveyed:
-    """What a survey finds in a model; without one, any shared buffer may change."""
+    """The findings of a survey of a model; without one, any shared buffer may change."""
 
     skips: tuple[Skip, ...] = ()
     buffers: tuple[SharedBuffer, ...] = ()
