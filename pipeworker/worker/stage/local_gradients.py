@@ -2,88 +2,125 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import nn
 
+from pipeworker.worker.internals import version_of
 from pipeworker.worker.stage.microbatch import MicroBatch
 
-_Added = list[tuple[nn.Parameter, torch.Tensor]]
+_thread = threading.local()
+_Gradients = list[torch.Tensor | None]
 
 
 class LocalGradients:
     """The gradients that forwards of a stage accumulate, as in layer-wise training.
 
     They are added to those of the backward as it begins. So each is added once, also with
-    recompute, and in the order of the plain loop under every schedule. The first forward of each
-    mini-batch is watched, and every one as soon as a forward has had such gradients; few networks
-    have any.
+    recompute, and in the order of the plain loop under every schedule. A forward that calls no
+    ``backward()`` costs nothing.
     """
 
     def __init__(self, weights: Sequence[nn.Parameter]) -> None:
         self._weights = weights
-        self._is_first = True
-        self._has_any = False
-
-    def begin(self) -> None:
-        """Start a mini-batch."""
-        self._is_first = True
+        _intercept_backward()
 
     @contextmanager
-    def forward(self, mb: MicroBatch) -> Iterator[None]:
-        """Keep for the backward what the forward inside the context accumulates."""
-        if not (self._is_first or self._has_any):
-            yield
-            return
-        self._is_first = False
-        with self._held_back() as added:
-            yield
-        mb.local_gradients = added
-        self._has_any = self._has_any or bool(added)
+    def forward(self, mb: MicroBatch | None) -> Iterator[None]:
+        """Keep for the backward what the forward inside the context accumulates.
 
-    @contextmanager
-    def recompute(self) -> Iterator[None]:
-        """Drop what the second forward inside the context accumulates."""
-        if not self._has_any:
-            yield
-            return
-        with self._held_back():
-            yield
-
-    @contextmanager
-    def _held_back(self) -> Iterator[_Added]:
-        """Yield a list that gets, in order, what is accumulated inside the context."""
-        added: _Added = []
-
-        def note(weight: torch.Tensor) -> None:
-            assert isinstance(weight, nn.Parameter)
-            assert weight.grad is not None
-            added.append((weight, weight.grad))
-            weight.grad = None
-
-        trained = [weight for weight in self._weights if weight.requires_grad and self._has_any]
-        hooks: list[Any] = [
-            weight.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
-            for weight in trained
-        ]
-        held = self._exchange([None] * len(self._weights))
+        Without a micro-batch, as in the recompute, drop it.
+        """
+        forward = _thread.forward = _Forward(self._weights)
         try:
-            yield added
+            yield
         finally:
-            left = zip(self._weights, self._exchange(held), strict=True)
-            added += [(weight, gradient) for weight, gradient in left if gradient is not None]
-            for hook in hooks:
-                hook.remove()
+            _thread.forward = None
+            added = forward.end()
+            if mb is not None:
+                mb.local_gradients = added
 
-    def _exchange(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+
+class _Forward:
+    """One forward; from its first ``backward()`` to its end weights have local gradients only."""
+
+    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
+        self._weights = weights
+        self._held: _Gradients | None = None
+        self._parts: dict[nn.Parameter, list[torch.Tensor]] = {}
+        self._left: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}
+        """The gradient that each weight was left with, and its version."""
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Keep what each weight gets inside the context by itself."""
+        nothing: _Gradients = [None] * len(self._weights)
+        if self._held is None:
+            self._held = self._exchange(nothing)
+        before = self._exchange(nothing)
+        try:
+            yield
+        finally:
+            for weight, old in zip(self._weights, before, strict=True):
+                new = weight.grad
+                if new is None:
+                    weight.grad = old
+                    continue
+                if not self._is_left(weight, old):
+                    self._parts[weight] = [] if old is None else [old]
+                self._parts[weight].append(new)
+                weight.grad = new if old is None else old + new
+                self._left[weight] = weight.grad, version_of(weight.grad)
+
+    def end(self) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
+        """Return the gradients in order, and give the weights those that they had before.
+
+        What the layer has made of a gradient, as by clipping, counts in its place.
+        """
+        if self._held is None:
+            return ()
+        added: list[tuple[nn.Parameter, torch.Tensor]] = []
+        now = self._exchange(self._held)
+        for weight, gradient in zip(self._weights, now, strict=True):
+            if gradient is not None:
+                is_left = self._is_left(weight, gradient)
+                parts = self._parts[weight] if is_left else [gradient]
+                added += [(weight, part) for part in parts]
+        return added
+
+    def _is_left(self, weight: nn.Parameter, gradient: torch.Tensor | None) -> bool:
+        """Return whether a weight's gradient is what was left to it."""
+        left, version = self._left.get(weight, (None, 0))
+        return left is not None and left is gradient and version_of(left) == version
+
+    def _exchange(self, gradients: _Gradients) -> _Gradients:
         """Give the weights these gradients; return those that they had."""
         held = [weight.grad for weight in self._weights]
         for weight, gradient in zip(self._weights, gradients, strict=True):
             weight.grad = gradient
         return held
+
+
+@cache
+def _intercept_backward() -> None:
+    """Have ``torch.autograd.backward``, which ``Tensor.backward`` calls, tell a running forward."""
+    original = torch.autograd.backward
+
+    @wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        forward: _Forward | None = getattr(_thread, "forward", None)
+        if forward is None:
+            original(*args, **kwargs)
+            return
+        with forward.backward():
+            original(*args, **kwargs)
+
+    torch.autograd.backward = backward
 
 
 def add_local_gradients(mb: MicroBatch, scale: float) -> None:

@@ -97,7 +97,6 @@ class Stage:
         self._layers.begin(step, first)
         self._buffers.begin()
         self._shared.begin()
-        self._local.begin()
         if self._offload is not None:
             self._offload.begin()
 
@@ -153,7 +152,7 @@ class Stage:
     def recompute(self, mb: MicroBatch) -> None:
         """Run the layers again, and keep what backward needs."""
         self._check_weights(mb)
-        with self._buffers.second_forward(mb), self._local.recompute():
+        with self._buffers.second_forward(mb), self._local.forward(None):
             mb.output = self._run(mb, mb.value, mb.arrived, Phase.RECOMPUTE)
         if mb.checksums and mb.checksums != checksums(mb.output):
             raise UsageError(

@@ -36,13 +36,37 @@ class Local(nn.Linear):
 
 
 class AtTimes(Local):
-    """Has them from the second mini-batch on, and there for every other micro-batch."""
+    """Has them from the second mini-batch on, and there not for the first micro-batch."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         number = int(self.numbers)
         self.numbers += 1
-        self.powers = (2, 4) if number >= COUNT and number % 2 == 0 else ()
+        self.powers = (2, 4) if number >= COUNT and number % COUNT in (1, 2) else ()
         return super().forward(x)
+
+
+class Clipped(Local):
+    """Clips the gradient of its own loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        super().forward(x.detach()).pow(2).sum().backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        return x
+
+
+class Steps(Local):
+    """Trains itself, by an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.own.zero_grad()
+        super().forward(x.detach()).pow(2).sum().backward()  # type: ignore[no-untyped-call]
+        self.own.step()
+        self.own.zero_grad()
+        return x + super().forward(x).detach()
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -98,3 +122,34 @@ def test_a_backward_that_reaches_an_earlier_stage_is_an_error() -> None:
     mb.wants_grad = (True,)
     with pytest.raises(UsageError, match=r"^stage 1: backward\(\) inside a forward reaches layers"):
         stage.forward(mb)
+
+
+def test_a_layer_may_train_itself() -> None:
+    layers, plain = net(Steps), net(Steps)
+    stage = Stage([*layers], StageConfig(0, 0, 3, torch.device("cpu")), Tracker(), loss)
+    stage.begin(1)
+    mbs = [microbatch(m) for m in range(COUNT)]
+    for mb in mbs:
+        x, target = mb.value, mb.target
+        stage.forward(mb)
+        (loss(plain(x), target) / COUNT).backward()  # type: ignore[no-untyped-call]
+    for mb in mbs:
+        stage.backward(mb)
+    for ours, other in zip(layers.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, other)
+        assert (ours.grad is None) is (other.grad is None)
+    assert torch.equal(layers[0].weight.grad, plain[0].weight.grad)  # type: ignore[arg-type]
+
+
+def test_what_a_layer_makes_of_its_gradient_counts() -> None:
+    layers, plain = net(Clipped), net(Clipped)
+    stage = Stage([*layers], StageConfig(0, 0, 3, torch.device("cpu")), Tracker(), loss)
+    stage.begin(1)
+    mb = microbatch(0, recompute=True)
+    x, target = mb.value, mb.target
+    stage.forward(mb)
+    stage.recompute(mb)
+    stage.backward(mb)
+    (loss(plain(x), target) / COUNT).backward()  # type: ignore[no-untyped-call]
+    for ours, other in zip(layers.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, other.grad)  # type: ignore[arg-type]
