@@ -94,7 +94,8 @@ def channel() -> None:
         if not began:
             torch.cuda.synchronize(device)
             began = time.perf_counter()
-        posted += made[FORTH].bulk.receive([buffers[number % AHEAD]], 0)
+        if number + AHEAD < FRAMES:
+            posted += made[FORTH].bulk.receive([buffers[number % AHEAD]], 0)
     torch.cuda.synchronize(device)
     rate = (FRAMES - 1) * LARGE / (time.perf_counter() - began)
     copies = LARGE / copy_seconds(device, LARGE)

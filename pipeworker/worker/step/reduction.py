@@ -145,7 +145,7 @@ class Reduction:
         for number, piece in enumerate(self._parts[own], 1):
             self._sum_piece(number, piece)
         if own == 0 and self._buffers:
-            packed = self._buffers.pack()
+            packed = self._buffers.pack(self._stage.device)
             for sender in self._senders.values():
                 sender.send(_BUFFERS, packed)
 
@@ -290,14 +290,14 @@ class _Buffers:
         chosen = compress(self._large, map(any, zip(*changes, strict=True)))
         self._chosen = [*self._small, *created, *chosen]
 
-    def pack(self) -> torch.Tensor:
-        """Return the bytes of the chosen buffers, of shape ``[total size]``."""
-        found = [bits_of(_get(slot)) for slot in self._chosen]
-        return torch.cat(found) if found else torch.zeros(1, dtype=torch.uint8)
+    def pack(self, device: torch.device) -> torch.Tensor:
+        """Return the bytes of the chosen buffers on a device, of shape ``[total size]``."""
+        found = [bits_of(_get(slot)).to(device) for slot in self._chosen]
+        return torch.cat(found) if found else torch.zeros(1, dtype=torch.uint8, device=device)
 
     def unpack(self, packed: torch.Tensor) -> None:
         """Copy the bytes that :meth:`pack` returned on replica 0, where they differ."""
-        own_bytes = self.pack()
+        own_bytes = self.pack(packed.device)
         if own_bytes.shape != packed.shape:
             raise UsageError(
                 f"stage {self._stage}: its buffers have other sizes on another replica; build the "
@@ -307,11 +307,10 @@ class _Buffers:
             return
         start = 0
         for slot in self._chosen:
-            own = bits_of(_get(slot))
-            sent = packed[start : start + own.numel()]
-            start += own.numel()
+            buffer = _get(slot)
+            own, sent = (b[start : start + buffer.nbytes] for b in (own_bytes, packed))
+            start += buffer.nbytes
             if not torch.equal(own, sent):
-                buffer = _get(slot)
                 with torch.no_grad():
                     buffer.copy_(sent.clone().view(buffer.dtype).view(buffer.shape))
 
