@@ -19,6 +19,7 @@ from pipeworker.display.thread import start_display
 from pipeworker.environment import TORCHRUN_JOB, timings
 from pipeworker.errors import AGAIN, InUse, PipeworkerError, RendezvousError, UsageError
 from pipeworker.facts.failure import Cause, Failure
+from pipeworker.host.device_files import remove_device_files
 from pipeworker.host.lifetime import die_with_parent, kill_group
 from pipeworker.host.session_watcher import share_sockets_folder
 from pipeworker.job.renamed import written
@@ -201,7 +202,7 @@ def _leave(coordinator: CoordinatorProcess | None, stderr: int, abort: Abort) ->
 
 
 def _fork_guard() -> None:
-    """Fork a process that kills this process group when this process ends, and removes its sockets.
+    """Fork a process that kills this process group when this process ends, and removes its files.
 
     Torchrun makes each rank the leader of a group, but does not end the group of a dead rank.
     """
@@ -215,6 +216,7 @@ def _fork_guard() -> None:
         while os.getppid() == me:
             signal.sigwait({signal.SIGTERM})
         kill_group(me)
+        remove_device_files(me)
         if folder:
             shutil.rmtree(folder, ignore_errors=True)  # this process does so too, if it can
     finally:

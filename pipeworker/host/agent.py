@@ -25,6 +25,7 @@ from typing_extensions import assert_never
 from pipeworker.environment import timings, versions
 from pipeworker.host.data_readers import DataReaders, ReaderLink, ReadingClock
 from pipeworker.host.descriptors import check_available, check_tasks, raise_limit
+from pipeworker.host.device_files import remove_device_files
 from pipeworker.host.lifetime import die_with_parent, has_ended, is_parent_stopped, kill_group
 from pipeworker.host.position import Tracker
 from pipeworker.host.session_watcher import (
@@ -245,6 +246,7 @@ class Agent:
             if ended:
                 request, tracker, ring = self._workers.pop(pid)
                 kill_group(pid)  # the processes that the worker started, as a data loader's
+                remove_device_files(pid)
                 self._watcher.remove(pid)
                 position = tracker.get()
                 tracker.close()
@@ -260,6 +262,7 @@ class Agent:
         for pid in self._workers:
             os.waitpid(pid, 0)
             kill_group(pid)
+            remove_device_files(pid)
             self._watcher.remove(pid)
 
 

@@ -3,7 +3,8 @@
 A worker leads a session. If its agent is killed, the kernel kills the worker, but not the processes
 that the worker had started. The watcher then kills all that is left in these sessions, although
 launcher and agent may have been killed together. A process that has started a session of its own
-has detached itself, and stays. Last, the watcher removes their sockets of ``multiprocessing``.
+has detached itself, and stays. Last, the watcher removes the workers' sockets of
+``multiprocessing`` and files in shared memory.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from struct import Struct
 
+from pipeworker.host.device_files import remove_device_files
 from pipeworker.host.streams import connect_to_null
 
 _RECORD = Struct("=i")
@@ -133,3 +135,5 @@ def _watch(reads: int) -> None:
         else:
             leaders.discard(-leader)
     kill_sessions(leaders)
+    for leader in leaders:
+        remove_device_files(leader)

@@ -141,11 +141,16 @@ SLEEPERS = CALM.replace(
             if self.child is None:
                 self.child = subprocess.Popen(["sleep", "1000"])
                 Path(f"child-{os.getpid()}").write_text(str(self.child.pid))
+                for name in f"torch_{os.getpid()}_7_1", f"cuda.shm.{os.getuid()}.{os.getpid():x}.1":
+                    Path("/dev/shm", name).touch()
             return x
 
     def model""",
 ).replace("nn.Tanh()", "Parent(), nn.Tanh()")
-"""Layer 3, on the middle stage of three, starts a process that runs until it is killed."""
+"""Layer 3, on the middle stage of three, starts a process that runs until it is killed.
+
+It makes the files that torch and CUDA make in shared memory, too.
+"""
 
 DIES = """
     import os
