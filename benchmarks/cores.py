@@ -21,7 +21,7 @@ from launches import step_seconds
 from peer import GPIPE, peer
 
 HERE = Path(__file__).resolve().parent
-STEPS = 9
+CPU = "--device cpu"
 
 
 def numbers(text: str) -> list[int]:
@@ -36,10 +36,11 @@ def measured(args: argparse.Namespace) -> Iterator[tuple[str, int, int, list[flo
     for _ in range(args.rounds):
         for net, m, k in cases:
             job = HERE / f"{net}_job.py"
-            seconds[net, m, k].append(step_seconds(job, k, m, STEPS, "never", str(m)))
+            found = step_seconds(job, k, m, args.steps, "never", str(m), options=CPU)
+            seconds[net, m, k].append(found)
             if k > 1 and net == "transformer":
-                found = peer(GPIPE, job, k, m, STEPS, str(m))
-                peer_seconds[net, m, k].append(found.seconds)
+                theirs = peer(GPIPE, job, k, m, args.steps, str(m))
+                peer_seconds[net, m, k].append(theirs.seconds)
     for net, m, k in cases:
         yield net, m, k, seconds[net, m, k], peer_seconds[net, m, k]
 
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--stages", default="2,4,8")
     parser.add_argument("--microbatches", default="4,8,32")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=9)
     args = parser.parse_args()
     print("net          K   M  s a step  speedup  of the bound (0.95 at 8, 32)  against the peer")
     alone: list[float] = []

@@ -3,22 +3,28 @@
 ``channel``
     Two processes, on two GPUs or on one: the rate of 64 MB relative to the device's own copy of the
     same size (target 0.8), and the time of 64 KB in one direction beyond that copy (target 30 us).
+    Two processes on one GPU take turns on it, and each change takes it more than 100 us, so the
+    same is measured with both ends in one process, which is what the channel itself takes.
 ``alone``
     One stage compared with the plain loop over the same micro-batches, in turn: rate (0.99) and
     peak memory (1.01).
 ``launch``
     The same with layers of no size, which leaves the host's time for an action (60 us).
+``trace``
+    The part of a step of one stage in which no kernel runs, by torch's profiler, and its longest
+    gaps: layers of about 2 ms leave none (target 0.01).
 ``modes``
     Stages that share a GPU, or have one each, by recompute mode and schedule: time and peak memory
     relative to those of one stage that keeps all activations. There is no peer, because
     torch.distributed.pipelining cannot share a GPU: NCCL rejects it, and gloo sends no tensors of a
     GPU.
 
-The last three run on the CPU as well, without a target.
+``alone``, ``launch`` and ``modes`` run on the CPU as well, without a target.
 
     python benchmarks/gpu.py channel
     python benchmarks/gpu.py alone [--device cpu] [--width 1024 --layers 24 --precision bf16]
     python benchmarks/gpu.py launch [--device cpu]
+    python benchmarks/gpu.py trace [--precision bf16]
     python benchmarks/gpu.py modes [--device cpu] [--stages 1,2,4] [--modes never,always,offload]
         [--schedules gpipe,1f1b,zbv]
 """
@@ -26,10 +32,15 @@ The last three run on the CPU as well, without a target.
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
 import multiprocessing
 import secrets
+import socket
 import statistics
+import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from itertools import product
@@ -42,10 +53,12 @@ from launches import launched
 from links import BACK, FORTH, asking, coordinate
 from loop import loop
 
+from pipeworker.plan.actions import Edge
 from pipeworker.plan.placement import Placement
-from pipeworker.worker.device.accelerator import accelerator_for
+from pipeworker.worker.device.accelerator import Mapping, Signal, accelerator_for
 from pipeworker.worker.transport.connect import connect
 from pipeworker.worker.transport.handshake import Membership
+from pipeworker.worker.transport.links.mapped import ReceivingLane, SendingLane
 from pipeworker.worker.transport.network import CoordinatorStore, Network
 
 AHEAD, FRAMES, PINGS, LARGE, SMALL = 4, 100, 500, 64 << 20, 64 << 10
@@ -77,6 +90,9 @@ def data():
 """
 
 
+cuda: Any = torch.cuda  # not all of it has types
+
+
 def channel() -> None:
     member = Membership(secrets.token_hex(16), 1)
     context = multiprocessing.get_context("spawn")
@@ -86,32 +102,53 @@ def channel() -> None:
     server.start()
     other.start()
     device, made = linked(1, target_store, member)
-    buffers = [made[FORTH].bulk.allocate(LARGE) for _ in range(AHEAD)]
-    posted = deque(made[FORTH].bulk.receive(buffers, 0))
-    began = 0.0
-    for number in range(FRAMES):
-        posted.popleft().wait()
-        if not began:
-            torch.cuda.synchronize(device)
-            began = time.perf_counter()
-        if number + AHEAD < FRAMES:
-            posted += made[FORTH].bulk.receive([buffers[number % AHEAD]], 0)
-    torch.cuda.synchronize(device)
-    rate = (FRAMES - 1) * LARGE / (time.perf_counter() - began)
-    copies = LARGE / copy_seconds(device, LARGE)
-    there = pings(device, made, BACK, FORTH, first=False) - 1e6 * copy_seconds(device, SMALL)
     print(f"{torch.cuda.get_device_name(device)}, {torch.cuda.device_count()} of them")
-    print(f"64 MB: {rate / 1e9:.1f} GB/s, {rate / copies:.2f} of the device's copy (0.8)")
-    print(f"64 KB: {there:.0f} us beyond the copy (30)")
+    measure("two processes", device, made[FORTH].bulk, made[BACK].bulk)
+    other.join()
+
+    memory = Within(device)
+    sent, received = (within(memory, edge) for edge in (FORTH, BACK))
+    thread = threading.Thread(target=send, args=(device, sent[0], received[1]), daemon=True)
+    thread.start()
+    measure("one process", device, sent[1], received[0])
+    thread.join()
+
+
+def measure(name: str, device: torch.device, receiving: Any, sending: Any) -> None:
+    """Print the rate and the latency of a lane's receiving end; ``send`` is at the other one."""
+    with cuda.stream(cuda.Stream(device)):
+        buffers = [receiving.allocate(LARGE) for _ in range(AHEAD)]
+        posted = deque(receiving.receive(buffers, 0))
+        began = 0.0
+        for number in range(FRAMES):
+            posted.popleft().wait()
+            if not began:
+                torch.cuda.synchronize(device)
+                began = time.perf_counter()
+            if number + AHEAD < FRAMES:
+                posted += receiving.receive([buffers[number % AHEAD]], 0)
+        torch.cuda.synchronize(device)
+        rate = (FRAMES - 1) * LARGE / (time.perf_counter() - began)
+        copies = LARGE / copy_seconds(device, LARGE)
+        took = pings(device, receiving, sending, first=False)
+        beyond = took - 1e6 * copy_seconds(device, SMALL)
+    print(f"{name}: 64 MB {rate / 1e9:.1f} GB/s, {rate / copies:.2f} of the device's copy (0.8); ")
+    print(f"{name}: 64 KB {beyond:.0f} us beyond the copy (30)")
 
 
 def source(questions: Connection, member: Membership) -> None:
     device, made = linked(0, questions, member)
-    tensor = torch.ones(LARGE, dtype=torch.uint8, device=device)
-    for _ in range(FRAMES):
-        made[FORTH].bulk.send(tensor, 0).wait()
-    pings(device, made, FORTH, BACK, first=True)
-    torch.cuda.synchronize(device)
+    send(device, made[FORTH].bulk, made[BACK].bulk)
+
+
+def send(device: torch.device, sending: Any, receiving: Any) -> None:
+    """Be the other end of ``measure``."""
+    with cuda.device(device), cuda.stream(cuda.Stream(device)):
+        tensor = torch.ones(LARGE, dtype=torch.uint8, device=device)
+        for _ in range(FRAMES):
+            sending.send(tensor, 0).wait()
+        pings(device, receiving, sending, first=True)
+        torch.cuda.synchronize(device)
 
 
 def linked(rank: int, questions: Connection, member: Membership) -> tuple[torch.device, Any]:
@@ -123,19 +160,57 @@ def linked(rank: int, questions: Connection, member: Membership) -> tuple[torch.
     return device, connect(*places, accelerator_for(device))
 
 
-def pings(device: torch.device, made: Any, out: Any, back: Any, *, first: bool) -> float:
+class Within(Mapping):
+    """The mapping of memory within one process: handles are numbers of what is shared."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._shared: list[Any] = []
+
+    def share(self, memory: torch.Tensor) -> bytes:
+        return self._number(memory)
+
+    def map(self, handle: bytes) -> torch.Tensor:
+        memory: torch.Tensor = self._shared[int(handle)]
+        return memory
+
+    def signal(self) -> tuple[Signal, bytes]:
+        event: Signal = cuda.Event()
+        return event, self._number(event)
+
+    def signal_of(self, handle: bytes) -> Signal:
+        event: Signal = self._shared[int(handle)]
+        return event
+
+    def _number(self, shared: Any) -> bytes:
+        self._shared.append(shared)
+        return str(len(self._shared) - 1).encode()
+
+
+def within(memory: Within, edge: Edge) -> tuple[Any, Any]:
+    """Return the sending and the receiving end of a lane in this process."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made: list[Any] = []
+    for end, kind in zip(ends, (SendingLane, ReceivingLane), strict=True):
+        accelerator = accelerator_for(memory._device)
+        assert accelerator
+        made.append(kind(edge, end, accelerator, memory))
+    return made[0], made[1]
+
+
+def pings(device: torch.device, receiving: Any, sending: Any, *, first: bool) -> float:
     """Return the microseconds in one direction, until the tensor is on the device."""
     tensor = torch.ones(SMALL, dtype=torch.uint8, device=device)
-    got, took = made[back].bulk.allocate(SMALL), []
+    got, took = receiving.allocate(SMALL), []
     for _ in range(PINGS):
         began = time.perf_counter()
-        (receiving,) = made[back].bulk.receive([got], 0)
+        (posted,) = receiving.receive([got], 0)
         if first:
-            made[out].bulk.send(tensor, 0).wait()
-        receiving.wait()
-        torch.cuda.synchronize(device)
+            sending.send(tensor, 0).wait()
+        posted.wait()
+        torch.cuda.current_stream(device).synchronize()
         if not first:
-            made[out].bulk.send(tensor, 0).wait()
+            sending.send(tensor, 0).wait()
         took.append(time.perf_counter() - began)
     return 1e6 * statistics.median(took) / 2
 
@@ -173,6 +248,29 @@ def alone(args: argparse.Namespace, width: int, layers: int, length: int, sample
         print(f"{1e6 * (seconds - plain) / (2 * m):.0f} us of the host's time for an action (60)")
 
 
+def trace(args: argparse.Namespace) -> None:
+    """Profile three steps of one stage, and print the gaps between its kernels."""
+    words = (args.width, args.layers, 4 * args.microbatches, args.length)
+    options = f"--stages 1 --steps 12 --microbatches {args.microbatches} --recompute never"
+    options += f" --profile 9:11 --device cuda --precision {args.precision}"
+    with launched(JOB, options, *words) as run:
+        (path,) = (run.path / "profile").glob("worker-0-*.json.gz")
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    kernels = sorted(
+        (one["ts"], one["ts"] + one["dur"])
+        for one in events
+        if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    )
+    gaps, end = [], kernels[0][1]
+    for began, ended in kernels[1:]:
+        gaps.append(max(0.0, began - end))
+        end = max(end, ended)
+    whole = end - kernels[0][0]
+    print(f"three steps of {len(kernels)} kernels: {whole / 3e3:.1f} ms each")
+    print(f"without a kernel {sum(gaps) / whole:.4f} of the time (0.01)")
+    print(f"the longest gaps: {', '.join(f'{gap:.0f}' for gap in sorted(gaps)[-12:])} us")
+
+
 def modes(args: argparse.Namespace) -> None:
     """Measure each mode with each number of stages, in turn in each round."""
     words = (args.width, args.layers, 4 * args.microbatches, args.length)
@@ -190,6 +288,7 @@ def modes(args: argparse.Namespace) -> None:
             k, mode, schedule = case
             seconds, peaks[case] = trained(args, k, mode, words, schedule)
             times[case].append(seconds)
+            print(*case, f"{seconds:.4f} s, {peaks[case]} bytes", file=sys.stderr)
     print(f"M={args.microbatches}, {args.device}, medians of {args.rounds} rounds")
     for case in cases:
         k, mode, schedule = case
@@ -219,7 +318,7 @@ def trained(
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("channel", "alone", "launch", "modes"))
+    parser.add_argument("what", choices=("channel", "alone", "launch", "trace", "modes"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
     parser.add_argument("--microbatches", type=int, default=8)
@@ -232,10 +331,14 @@ def main() -> None:
     parser.add_argument("--modes", default="never,always,offload")
     parser.add_argument("--schedules", default="gpipe")
     args = parser.parse_args()
-    if (args.what == "channel" or args.device == "cuda") and not torch.cuda.is_available():
+    if (
+        args.what in ("channel", "trace") or args.device == "cuda"
+    ) and not torch.cuda.is_available():
         raise SystemExit("no GPU on this host: alone, launch and modes run with --device cpu")
     if args.what == "channel":
         channel()
+    elif args.what == "trace":
+        trace(args)
     elif args.what == "modes":
         modes(args)
     elif args.what == "alone":

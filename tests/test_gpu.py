@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from pipeworker.host.task_thread import TaskThread
 from pipeworker.worker.device.accelerator import accelerator_for
+from pipeworker.worker.device.numerics import before_start, deterministic_mode
 from pipeworker.worker.transport.channel import Receiver, Sender
 from support.compare import assert_same, plain_loop
 from support.jobs import Jobs, Record, ended, steps_of, until
@@ -25,6 +27,7 @@ pytestmark = [
 ]
 cuda = pytest.mark.skipif(DEVICE != "cuda", reason="no CUDA device on this host")
 WORDS = ("--microbatches", "4")  # --device auto
+before_start()  # the plain loop in this process is deterministic where a test requires it
 
 
 def test_any_number_of_stages_computes_what_the_plain_loop_does_on_the_device(jobs: Jobs) -> None:
@@ -32,6 +35,77 @@ def test_any_number_of_stages_computes_what_the_plain_loop_does_on_the_device(jo
     for stages in ("1", "2", "4"):
         run = jobs.train("--stages", stages, *WORDS, source=JOB)
         assert [row["loss"] for row in run.metrics] == losses
+        assert all(torch.equal(value, weights[name]) for name, value in run.weights.items())
+
+
+NETWORK = """
+    import torch
+    from torch import nn
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(64, 64, batch_first=True)
+
+        def forward(self, x):
+            return self.lstm(x)[0]
+
+    class Passes(nn.Module):  # what it receives leaves its stage unchanged
+        def forward(self, x):
+            return x.view(x.shape)
+
+    def layers():
+        {layers}
+
+    def model():
+        return nn.Sequential(*layers())
+
+    def loss(output, target):
+        return nn.functional.mse_loss(output, target)
+
+    def optimizer(params):
+        return torch.optim.Adam(params, lr=1e-3)
+
+    def data():
+        generator = torch.Generator().manual_seed(7)
+        for _ in range(4):
+            x = torch.randn({shape}, generator=generator)
+            yield x, torch.zeros_like(x)
+"""
+NETWORKS = {
+    "transformer": (
+        "return [nn.TransformerEncoderLayer(64, 4, 256, 0.0, batch_first=True) for _ in range(4)]",
+        "32, 128, 64",
+    ),
+    "convolutions": (
+        "return [part for _ in range(4) for part in (nn.Conv2d(64, 64, 3, padding=1),"
+        " nn.BatchNorm2d(64), nn.GELU(), nn.AvgPool2d(3, 1, 1))]",
+        "32, 64, 28, 28",
+    ),
+    "recurrent": (
+        "return [Recurrent(), Recurrent(), Recurrent(), nn.Linear(64, 64)]",
+        "64, 32, 64",
+    ),
+    "unchanged": (
+        "return [nn.Linear(1024, 1024), *(Passes() for _ in range(6)), nn.Linear(1024, 1024)]",
+        "16384, 1024",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_any_network_computes_what_the_plain_loop_does(jobs: Jobs, name: str) -> None:
+    layers, shape = NETWORKS[name]
+    source = NETWORK.format(layers=layers, shape=shape)
+    with deterministic_mode(lambda: True):
+        losses, weights, _ = plain_loop(jobs.write(source), microbatches=8, steps=4, device=DEVICE)
+    for stages, schedule, recompute in (
+        *(("1", "gpipe", "never"), ("2", "1f1b", "always"), ("4", "gpipe", "never")),
+        *(("4", "1f1b", "offload"), ("2", "zbv", "never")),
+    ):
+        words = ("--schedule", schedule, "--recompute", recompute, "--microbatches", "8")
+        run = jobs.train("--stages", stages, *words, "--deterministic", source=source)
+        assert [row["loss"] for row in run.metrics] == losses, (stages, schedule, recompute)
         assert all(torch.equal(value, weights[name]) for name, value in run.weights.items())
 
 
@@ -50,10 +124,28 @@ def test_any_schedule_gives_the_same_bits(jobs: Jobs, schedule: str) -> None:
     assert_same(base, run)
 
 
+BUFFERS = JOB.replace(
+    "def model",
+    """
+    class Counts(nn.Module):  # its buffer stays on the host
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", None)
+
+        def forward(self, x):
+            if self.training:
+                self.count = torch.zeros(1) if self.count is None else self.count + 1
+            return x
+
+    def model""",
+).replace("nn.Tanh()", "nn.BatchNorm1d(16), Counts(), nn.Tanh()")
+
+
 def test_replicas_give_the_same_bits(jobs: Jobs) -> None:
     words = ("--replicas", "2", "--shard-optimizer", *WORDS)
-    one, two = (jobs.train("--stages", k, *words, source=JOB) for k in "12")
-    assert_same(one, two)
+    for source in (JOB, BUFFERS):
+        one, two = (jobs.train("--stages", k, *words, source=source) for k in "12")
+        assert_same(one, two)
 
 
 def test_a_lost_worker_is_replaced_and_the_run_resumed(jobs: Jobs) -> None:
@@ -87,6 +179,25 @@ def test_tensors_through_the_host_give_the_same_bits(jobs: Jobs) -> None:
     base = jobs.train("--stages", "1", *words, source=DROPOUT_JOB)
     more = ("--stages", "3", "--backend", "gloo")
     assert_same(base, jobs.train(*more, *words, source=DROPOUT_JOB))
+
+
+def test_two_threads_submit_work_to_a_stream_at_once() -> None:
+    accelerator = accelerator_for(torch.device(DEVICE, 0))
+    assert accelerator
+    before = accelerator.current
+
+    def submit() -> float:
+        with accelerator.using(accelerator.sends):
+            x = torch.zeros(1000, device=accelerator.device)
+        for _ in range(1000):
+            with accelerator.using(accelerator.sends):
+                x += 1
+        accelerator.event(accelerator.sends).synchronize()
+        return float(x.sum())
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [task.result() for task in [pool.submit(submit) for _ in range(2)]] == [1e6, 1e6]
+    assert accelerator.current == before
 
 
 @cuda

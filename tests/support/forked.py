@@ -130,7 +130,9 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Read output and error to their ends, and wait for the exit status."""
+        """Close the input, read output and error to their ends, and wait for the exit status."""
+        if self.stdin is not None:
+            self.stdin.close()
         deadline = None if timeout is None else time.monotonic() + timeout
         for name in ("stdout", "stderr"):
             if name not in self._readers:

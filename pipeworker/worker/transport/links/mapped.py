@@ -187,10 +187,15 @@ class SendingLane(PostedSender):
         if buffer.written is None:
             buffer.written, handle = self._mapping.signal()
         sends, size = accelerator.sends, min(count, tensor.nbytes)
+        target, source = buffer.memory, bytes_of(tensor)
+        if size < target.nbytes:  # a slice takes time as well
+            target = target[offset : offset + size]
+        if size < source.nbytes:
+            source = source[:size]
         with accelerator.using(sends):
             sends.wait_event(self._computed.popleft())
             sends.wait_event(buffer.free)
-            accelerator.copy(buffer.memory[offset : offset + size], bytes_of(tensor)[:size])
+            accelerator.copy(target, source)
             buffer.written.record(sends)
         try:
             self._socket.send(msgpack.packb((buffer.number, handle)))
