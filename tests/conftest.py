@@ -17,6 +17,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Measuring layers takes time, and their times decide the balance. A job that is planned says so.
 os.environ.setdefault("PIPEWORKER_BALANCE", "even")
 os.environ.setdefault("PIPEWORKER_RECOMPUTE", "always")
+# What the tests compare was computed on the CPU; test_gpu.py has those of accelerators.
+os.environ.setdefault("PIPEWORKER_DEVICE", "cpu")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -23,10 +23,11 @@ _FOUND = torch.accelerator.current_accelerator(check_available=True)
 DEVICE = "" if _FOUND is None else _FOUND.type
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("users_device"),
     pytest.mark.skipif(not DEVICE, reason="no accelerator on this host"),
 ]
 cuda = pytest.mark.skipif(DEVICE != "cuda", reason="no CUDA device on this host")
-WORDS = ("--microbatches", "4")  # --device auto
+WORDS = ("--microbatches", "4")
 before_start()  # the plain loop in this process is deterministic where a test requires it
 
 

@@ -37,7 +37,7 @@ def test_the_defaults_in_help_are_those_of_a_job() -> None:
             assert option.default == defaults[str(option.name)], option.name
 
 
-@pytest.mark.usefixtures("users_defaults")
+@pytest.mark.usefixtures("users_defaults", "users_device")
 def test_the_record_of_a_new_run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["pipeworker", "launch", "and so on"])
     before = datetime.now(timezone.utc).replace(microsecond=0)

@@ -42,7 +42,8 @@ def test_a_line_per_step_appears_at_once(jobs: Jobs) -> None:
     assert process.stdout.readline() == (
         "seed 0, one pass over the data, until data() ends, 1 thread per worker, cpu, fp32\n"
     )
-    for name, value in (("BALANCE", "balance even"), ("RECOMPUTE", "recompute always")):
+    given = {"BALANCE": "balance even", "DEVICE": "device cpu", "RECOMPUTE": "recompute always"}
+    for name, value in given.items():
         assert process.stdout.readline() == f"from PIPEWORKER_{name}: --{value}\n"
     early = [STEP.fullmatch(process.stdout.readline().rstrip("\n")) for _ in range(2)]
     assert [found and found[1] for found in early] == ["1", "2"]

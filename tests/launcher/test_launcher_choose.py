@@ -85,7 +85,7 @@ def job_file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.usefixtures("users_defaults")
+@pytest.mark.usefixtures("users_defaults", "users_device")
 def test_a_dry_run_prints_the_input_of_kubectl(job_file: Path) -> None:
     line = [*ON, "--dry-run", "--stages", "4", "--nodes", "2", "--seed", "3", str(job_file)]
     ran = CliRunner().invoke(cli.main, [*line, "--", "--x"])

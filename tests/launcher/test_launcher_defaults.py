@@ -21,7 +21,7 @@ from support.launcher import Launch, launcher, project, refused, run
 launch = pytest.fixture(launcher)
 
 
-pytestmark = pytest.mark.usefixtures("users_defaults")
+pytestmark = pytest.mark.usefixtures("users_defaults", "users_device")
 
 
 def test_the_command_line_comes_before_the_environment_before_a_file(

@@ -65,6 +65,12 @@ def users_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture
+def users_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the device that users have: this host's accelerators, if there are any."""
+    monkeypatch.delenv("PIPEWORKER_DEVICE", raising=False)
+
+
 @pytest.fixture(scope="session")
 def server(pytestconfig: pytest.Config) -> Iterator[Server | None]:
     """The server that forks the processes of tests: one for all of pytest's own processes."""
