@@ -20,7 +20,7 @@ from pipeworker.environment import TORCHRUN_JOB, timings
 from pipeworker.errors import AGAIN, InUse, PipeworkerError, RendezvousError, UsageError
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.host.device_files import remove_device_files
-from pipeworker.host.lifetime import die_with_parent, kill_group
+from pipeworker.host.lifetime import die_with_parent, kill_group, signal_with_parent
 from pipeworker.host.session_watcher import share_sockets_folder
 from pipeworker.job.renamed import written
 from pipeworker.ranks import rendezvous
@@ -212,7 +212,7 @@ def _fork_guard() -> None:
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         os.setsid()
-        die_with_parent(me, signal.SIGTERM)
+        signal_with_parent(signal.SIGTERM)
         while os.getppid() == me:
             signal.sigwait({signal.SIGTERM})
         kill_group(me)

@@ -40,9 +40,14 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     If `parent`, a pid, has ended already, this process exits.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+        signal_with_parent(number)
         if os.getppid() != parent:
             os._exit(1)
+
+
+def signal_with_parent(number: int) -> None:
+    """Have the kernel send this process a signal when its parent ends, none with 0 (Linux)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def has_ended(descriptor: int) -> bool:
