@@ -76,13 +76,18 @@ _ADVICE = {
         "hook on the backward changes in no forward; for a buffer that only some forwards change, "
         "use --recompute always"
     ),
+    "Expected all tensors to be on the same device": (
+        "\n  a tensor on another device: make it on the device of the layer's input "
+        "(device=x.device), or register it as a parameter or a buffer of the layer; a layer cannot "
+        "use a parameter of another one (docs/networks.md explains how layers share one)"
+    ),
     "Expected more than 1 value per channel when training": (
         "\n  batch norm: this micro-batch is too small; use fewer --microbatches or larger "
         "mini-batches, and leave out a small last one (drop_last=True)"
     ),
 }
 """Advice by a part of torch's error: for an operation under ``use_deterministic_algorithms``, for
-hooks inside ``torch.func``, for tensors that graphs have saved, and for batch norm."""
+hooks inside ``torch.func``, for tensors that graphs have saved, for devices and batch norm."""
 
 
 class UserCodeError(Exception):
