@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import zlib
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from types import MappingProxyType
@@ -51,7 +52,8 @@ class Reader:
 
     Each replica reads every mini-batch and keeps its own micro-batches. :meth:`read` returns None
     after `epochs` passes over the data. Error messages begin with `error_prefix`. `tokens` is the
-    job's function that counts the tokens of a mini-batch.
+    job's function that counts the tokens of a mini-batch. With `lends` the micro-batches may be
+    parts of what the data gave: the caller packs them before it reads the next mini-batch.
     """
 
     data: Any
@@ -65,6 +67,7 @@ class Reader:
     replica: int = 0
     replicas: int = 1
     tokens: Callable[[Any], Any] | None = None
+    lends: bool = False
 
     def __post_init__(self) -> None:
         self._name = self.error_prefix.partition("(")[0]
@@ -194,7 +197,8 @@ class Reader:
         own, digest = range(count), 0
         if self.replicas > 1 and not whole:
             own, digest = block(count, self.replicas, self.replica), _digest(item)
-        inputs, targets = (split_value(value, count, own) for value in item)
+        lent = _sole_owners(item) if self.lends else frozenset()
+        inputs, targets = (split_value(value, count, own, lent) for value in item)
         epoch = self._epoch.number if self._epoch else 0
         tokens = 0 if whole else count_tokens(item, self.tokens)
         batch = Batch(signature, samples, count, epoch, digest, tokens)
@@ -301,6 +305,15 @@ def _batch_size(item: Any, prefix: str) -> int:
     if samples == 0:
         raise UsageError(f"{prefix} a mini-batch without samples; leave it out")
     return int(samples)
+
+
+def _sole_owners(item: Any) -> frozenset[int]:
+    """Return the ids of the tensors of a pair whose memory no other tensor of it has."""
+    tensors = [tensor for half in item for tensor in distinct_tensors(half)]
+    addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    uses = Counter(addresses)
+    both = zip(tensors, addresses, strict=True)
+    return frozenset(id(tensor) for tensor, address in both if uses[address] == 1)
 
 
 def _digest(item: Any) -> int:

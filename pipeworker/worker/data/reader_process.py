@@ -163,7 +163,8 @@ class _Job:
         if options.deterministic:  # whatever the job file has set
             numerics.enable_deterministic()
         redirect_output(run_dir.worker_log(setup.rank))
-        reader = Reader(file.data, **reader_options(file, options, setup.replica, setup.replicas))
+        found = reader_options(file, options, setup.replica, setup.replicas)
+        reader = Reader(file.data, lends=True, **found)
         return _Job(file, reader, own_generators(file.data), options.worker_timeout)
 
     def read(self) -> Item:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,24 +14,31 @@ from pipeworker.worker.internals import pytree
 from pipeworker.worker.transport.layout import ALIGNMENT, aligned_copy
 
 
-def split_value(value: Any, count: int, own: range) -> list[Any]:
+def split_value(
+    value: Any, count: int, own: range, lent: Collection[int] = frozenset()
+) -> list[Any]:
     """Split every tensor of a nested value along dim 0; plain values go to every micro-batch.
 
     The pieces are parts of a copy: ``data()`` may overwrite its memory with the next mini-batch,
     which is read while this one is still needed, and a first layer may work in place. Each piece
     has a version counter of its own. Only the samples of micro-batches in `own` are copied.
+
+    The pieces of the tensors with the ids in `lent` are parts of them, if they are as a copy would
+    be: the caller packs the pieces before ``data()`` goes on.
     """
     if isinstance(value, torch.Tensor):
-        return _split_tensor(value, count, own)
+        return _split_tensor(value, count, own, lent)
     leaves, structure = pytree.tree_flatten(value)
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    pieces = {key: _split_tensor(leaf, count, own) for key, leaf in tensors.items()}  # each once
+    pieces = {key: _split_tensor(leaf, count, own, lent) for key, leaf in tensors.items()}
     split = [pieces.get(id(leaf)) or [leaf] * len(own) for leaf in leaves]
     numbers = range(len(own))
     return [pytree.tree_unflatten([piece[m] for piece in split], structure) for m in numbers]
 
 
-def _split_tensor(tensor: torch.Tensor, count: int, own: range) -> list[torch.Tensor]:
+def _split_tensor(
+    tensor: torch.Tensor, count: int, own: range, lent: Collection[int]
+) -> list[torch.Tensor]:
     """Copy some of the `count` pieces of dim 0, aligned as they are in a copy of all."""
     whole, lengths = tensor.detach(), sizes(len(tensor), count)
     begin, end = sum(lengths[: own.start]), sum(lengths[: own.stop])
@@ -40,9 +47,21 @@ def _split_tensor(tensor: torch.Tensor, count: int, own: range) -> list[torch.Te
         row = max(1, whole[0].nbytes)
         first = begin - begin % (ALIGNMENT // math.gcd(row, ALIGNMENT))
         whole = whole[:end]
-    rows = aligned_copy(whole[first:])[begin - first : end - first]
+    if id(tensor) in lent and len(own) == count and _is_like_a_copy(whole):
+        rows = whole
+    else:
+        rows = aligned_copy(whole[first:])[begin - first : end - first]
     pieces = [piece.data for piece in torch.split(rows, lengths[own.start : own.stop])]
     return [piece.requires_grad_() for piece in pieces] if tensor.requires_grad else pieces
+
+
+def _is_like_a_copy(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is all that its storage has, in order and aligned."""
+    if type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg():
+        return False
+    storage = tensor.untyped_storage()
+    is_whole = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes
+    return is_whole and storage.data_ptr() % ALIGNMENT == 0
 
 
 def concatenate_outputs(outputs: Sequence[Any]) -> Any:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from pipeworker.errors import UsageError, a_type
@@ -210,6 +211,51 @@ def test_pieces_are_a_copy_with_the_strides_and_alignment_of_the_mini_batch() ->
     piece.add_(1)
     assert cut.inputs[0][0]._version == 0
     assert cut.targets[1].tolist() == [3.0, 4.0]
+
+
+class _Labelled(torch.Tensor): ...
+
+
+_WHOLE = torch.arange(24.0).view(6, 4)
+_ARRAY = np.arange(25, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("item", "lent"),
+    [
+        pytest.param(((_WHOLE, torch.ones(6)), torch.zeros(6)), (True, True, True), id="sole"),
+        pytest.param((_WHOLE, _WHOLE), (False, False), id="one tensor twice"),
+        pytest.param((_WHOLE, _WHOLE[:, 0]), (False, False), id="a view of another"),
+        pytest.param((_WHOLE[:5], torch.ones(5)), (False, True), id="a part of its storage"),
+        pytest.param((torch.ones(4, 6).t(), torch.ones(6)), (False, True), id="transposed"),
+        pytest.param(
+            (torch.from_numpy(_ARRAY[1:]).view(6, 4), torch.ones(6)), (False, True), id="unaligned"
+        ),
+        pytest.param(
+            tuple(torch.from_numpy(_ARRAY) for _ in "xy"), (False, False), id="one array twice"
+        ),
+        pytest.param((_Labelled(torch.ones(6)), torch.ones(6)), (False, True), id="subclass"),
+    ],
+)
+def test_what_is_packed_at_once_is_not_copied_if_a_copy_would_be_the_same(
+    item: Any, lent: tuple[bool, ...]
+) -> None:
+    copied, read = (
+        Reader([item], microbatches=2, seed=0, epochs=1, lends=lends).peek()
+        for lends in (False, True)
+    )
+    for one, other in zip(
+        pytree.tree_leaves((copied.inputs, copied.targets)),
+        pytree.tree_leaves((read.inputs, read.targets)),
+        strict=True,
+    ):
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()
+        assert one.requires_grad == other.requires_grad
+    whole = pytree.tree_leaves(item)
+    first = pytree.tree_leaves((read.inputs[0], read.targets[0]))
+    both = zip(whole, first, strict=True)
+    assert tuple(one.data_ptr() == other.data_ptr() for one, other in both) == lent
 
 
 def test_signatures_depend_on_structure_shapes_and_dtypes() -> None:
