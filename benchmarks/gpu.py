@@ -236,7 +236,7 @@ def alone(args: argparse.Namespace, width: int, layers: int, length: int, sample
         job = Path(folder, "job.py")
         job.write_text(JOB)
         for _ in range(args.rounds):
-            seconds, (peaks[0],) = trained(args, 1, "never", words)
+            seconds, (peaks[0],) = trained(args, 1, "never", words, "1f1b")  # as the loop
             times[0].append(seconds)
             took, _, peaks[1] = loop(job, args.steps, m, args.device, args.precision, *words)
             times[1].append(took)
