@@ -52,8 +52,9 @@ class Reader:
 
     Each replica reads every mini-batch and keeps its own micro-batches. :meth:`read` returns None
     after `epochs` passes over the data. Error messages begin with `error_prefix`. `tokens` is the
-    job's function that counts the tokens of a mini-batch. With `lends` the micro-batches may be
-    parts of what the data gave: the caller packs them before it reads the next mini-batch.
+    job's function that counts the tokens of a mini-batch. `lends` is whether inputs, and whether
+    targets, may be parts of what the data gave: the caller copies them before it reads the next
+    mini-batch, and does not change them.
     """
 
     data: Any
@@ -67,7 +68,7 @@ class Reader:
     replica: int = 0
     replicas: int = 1
     tokens: Callable[[Any], Any] | None = None
-    lends: bool = False
+    lends: tuple[bool, bool] = (False, False)
 
     def __post_init__(self) -> None:
         self._name = self.error_prefix.partition("(")[0]
@@ -197,8 +198,11 @@ class Reader:
         own, digest = range(count), 0
         if self.replicas > 1 and not whole:
             own, digest = block(count, self.replicas, self.replica), _digest(item)
-        lent = _sole_owners(item) if self.lends else frozenset()
-        inputs, targets = (split_value(value, count, own, lent) for value in item)
+        lent = _sole_owners(item) if any(self.lends) and not whole else frozenset()
+        inputs, targets = (
+            split_value(value, count, own, lent if lends else frozenset())
+            for value, lends in zip(item, self.lends, strict=True)
+        )
         epoch = self._epoch.number if self._epoch else 0
         tokens = 0 if whole else count_tokens(item, self.tokens)
         batch = Batch(signature, samples, count, epoch, digest, tokens)

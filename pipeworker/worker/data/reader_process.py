@@ -164,7 +164,7 @@ class _Job:
             numerics.enable_deterministic()
         redirect_output(run_dir.worker_log(setup.rank))
         found = reader_options(file, options, setup.replica, setup.replicas)
-        reader = Reader(file.data, lends=True, **found)
+        reader = Reader(file.data, lends=(True, True), **found)
         return _Job(file, reader, own_generators(file.data), options.worker_timeout)
 
     def read(self) -> Item:

@@ -53,6 +53,10 @@ class BatchFeed:
     _step: int = 0
     _is_last: bool = False
 
+    def __post_init__(self) -> None:
+        if self.reader is not None and self.accelerator is not None and not self.scatter.sends:
+            self.reader.lends = True, self.moves_targets  # what moves is copied as it is read
+
     @property
     def next_batch(self) -> Batch | None:
         """The facts of the next mini-batch; None if there is none here."""
@@ -123,6 +127,11 @@ class BatchScatter:
             sender.begin(None)
         if receiver is not None:
             receiver.begin(None, ())
+
+    @property
+    def sends(self) -> bool:
+        """Whether other replicas receive their parts from this one."""
+        return bool(self._senders)
 
     @property
     def receives(self) -> bool:

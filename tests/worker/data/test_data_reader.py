@@ -241,7 +241,7 @@ def test_what_is_packed_at_once_is_not_copied_if_a_copy_would_be_the_same(
     item: Any, lent: tuple[bool, ...]
 ) -> None:
     copied, read = (
-        Reader([item], microbatches=2, seed=0, epochs=1, lends=lends).peek()
+        Reader([item], microbatches=2, seed=0, epochs=1, lends=(lends, lends)).peek()
         for lends in (False, True)
     )
     for one, other in zip(

@@ -106,6 +106,32 @@ def test_evaluation_outputs_equal_the_hosts() -> None:
         assert torch.equal(actual[1], other[1])
 
 
+class Overwriting:
+    """Mini-batches that are always in the same memory."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        memory = [tensor.clone() for tensor in self._batches[0]]
+        for batch in self._batches:
+            for mine, tensor in zip(memory, batch, strict=True):
+                mine.copy_(tensor)
+            yield memory[0], memory[1]
+        for mine in memory:
+            mine.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_data_may_overwrite_a_mini_batch_that_is_on_its_way_to_the_device(stages: int) -> None:
+    batches: Any = data(10, 10, 10)
+    with open_pipeline((), batches, stages=stages) as pipeline:
+        expected = pipeline.train(3)
+    devices = [LateDevice() for _ in range(stages)]
+    with open_pipeline(devices, Overwriting(batches), stages=stages) as pipeline:  # type: ignore[arg-type]
+        assert_equal(pipeline.train(3), expected)
+
+
 @pytest.mark.parametrize("without", ["", "receives>compute"])
 def test_compute_waits_on_the_device_for_the_mini_batch(without: str) -> None:
     """With one stage, nothing else is received."""
