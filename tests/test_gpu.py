@@ -118,7 +118,9 @@ def test_mixed_precision_gives_the_same_bits(jobs: Jobs, precision: str) -> None
         assert_same(base, jobs.train("--stages", "2", *more, *words, source=DROPOUT_JOB))
 
 
-@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zbv", "zb-h1", "dualpipev"])
+@pytest.mark.parametrize(
+    "schedule", ["interleaved-1f1b", "zbv", "zb-h1", "v-half", "v-min", "dualpipev"]
+)
 def test_any_schedule_gives_the_same_bits(jobs: Jobs, schedule: str) -> None:
     base = jobs.train("--stages", "1", *WORDS, source=DROPOUT_JOB)
     run = jobs.train("--stages", "2", "--schedule", schedule, *WORDS, source=DROPOUT_JOB)
