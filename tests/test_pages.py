@@ -37,6 +37,8 @@ def test_the_commands_of_a_page_print_what_it_shows(
     if page.name in PLANNED:
         for name in ("PIPEWORKER_BALANCE", "PIPEWORKER_RECOMPUTE"):
             monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("PIPEWORKER_DEVICE", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the pages are those of a host without a GPU
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else torchrun prints a long warning
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     follow(page.read_text(), jobs)
