@@ -17,7 +17,7 @@ Place = tuple[int, str]
 
 
 _SMALL = 1 << 20
-"""The bytes of a buffer up to which all its numbers are looked at in every step."""
+"""The bytes of a buffer of the host up to which all its numbers are looked at in every step."""
 
 
 class SharedBuffers:
@@ -49,7 +49,7 @@ class SharedBuffers:
 
         A change without a trace in the tensor's version, as of ``buffer.data``, takes a look at all
         numbers. Large buffers are searched for it after the first mini-batch, the second, the
-        fourth and so on.
+        fourth and so on, and so are those of an accelerator, whose numbers the host would wait for.
 
         Raises:
             UsageError: a buffer has changed.
@@ -58,7 +58,7 @@ class SharedBuffers:
         is_due = self._checks & (self._checks - 1) == 0
         for slot, (buffer, version, numbers) in self._known.items():
             now = get_slot(slot)
-            is_searched = is_due or buffer.nbytes <= _SMALL
+            is_searched = is_due or (buffer.is_cpu and buffer.nbytes <= _SMALL)
             if now is buffer and versions(now) == version and not is_searched:
                 continue
             if not isinstance(now, torch.Tensor) or checksums(now) != numbers:
