@@ -184,6 +184,13 @@ def test_tensors_through_the_host_give_the_same_bits(jobs: Jobs) -> None:
     assert_same(base, jobs.train(*more, *words, source=DROPOUT_JOB))
 
 
+def test_data_may_overwrite_what_it_has_on_the_device(jobs: Jobs) -> None:
+    made = f"memory = torch.empty(10, 8, device='{DEVICE}')\n        for _ in"
+    source = JOB.replace("for _ in", made)
+    source = source.replace("yield x,", "memory.copy_(x)\n            yield memory,")
+    assert_same(*(jobs.train("--stages", "2", *WORDS, source=one) for one in (JOB, source)))
+
+
 def test_two_threads_submit_work_to_a_stream_at_once() -> None:
     accelerator = accelerator_for(torch.device(DEVICE, 0))
     assert accelerator

@@ -56,8 +56,12 @@ def _split_tensor(
 
 
 def _is_like_a_copy(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is all that its storage has, in order and aligned."""
-    if type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg():
+    """Return whether a tensor is all that its storage of the host has, in order and aligned.
+
+    What is on an accelerator already is not copied on its way there.
+    """
+    plain = type(tensor) is torch.Tensor and not tensor.is_conj() and not tensor.is_neg()
+    if not plain or not tensor.is_cpu:
         return False
     storage = tensor.untyped_storage()
     is_whole = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes
