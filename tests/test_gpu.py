@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -189,6 +190,31 @@ def test_data_may_overwrite_what_it_has_on_the_device(jobs: Jobs) -> None:
     source = JOB.replace("for _ in", made)
     source = source.replace("yield x,", "memory.copy_(x)\n            yield memory,")
     assert_same(*(jobs.train("--stages", "2", *WORDS, source=one) for one in (JOB, source)))
+
+
+LOOPED = """
+    import json
+    from pathlib import Path
+    import pipeworker
+
+    if __name__ == "__main__":
+        memory, losses = torch.empty(10, 8), []
+        with pipeworker.Pipeline(model, loss=loss, optimizer=optimizer, microbatches=4) as pipe:
+            for x, y in data():
+                memory.copy_(x)
+                losses.append(pipe.step((memory, y)).loss)
+                memory.fill_(float("nan"))
+        Path("losses.json").write_text(json.dumps(losses))
+"""
+
+
+def test_a_loop_may_overwrite_its_mini_batch_after_a_step(jobs: Jobs) -> None:
+    base = jobs.train("--stages", "1", *WORDS, source=JOB)
+    process = jobs.python(str(jobs.write(JOB + LOOPED, "loop.py")))
+    _, stderr = process.communicate(timeout=100)
+    assert process.returncode == 0, stderr
+    losses = json.loads((jobs.folder / "losses.json").read_text())
+    assert losses == [row["loss"] for row in base.metrics]
 
 
 def test_two_threads_submit_work_to_a_stream_at_once() -> None:

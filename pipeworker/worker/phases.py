@@ -233,6 +233,7 @@ class ConnectedWorker(PlannedWorker):
             accelerator=accelerator,
             announce=loaded.announce,
         )
+        loaded.reader.lends = feed.copied
         executor = Executor(wiring, role.placement, feed, _ring(loaded))
         loaded.control.held = lambda: executor.held
         evaluation = parse_actions(plan.evaluation)

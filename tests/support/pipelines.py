@@ -218,6 +218,7 @@ class Pipeline:
         self.wirings.append(wiring)
         last = placement.stages - 1 in indices
         feed = BatchFeed(tracker, wiring.scatter, source, moves_targets=last, accelerator=device)
+        reader.lends = feed.copied
         self.executors.append(Executor(wiring, placement, feed, Ring()))
 
     def _copies(self, rank: int) -> Copies:

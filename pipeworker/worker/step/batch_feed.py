@@ -53,9 +53,11 @@ class BatchFeed:
     _step: int = 0
     _is_last: bool = False
 
-    def __post_init__(self) -> None:
-        if self.reader is not None and self.accelerator is not None and not self.scatter.sends:
-            self.reader.lends = True, self.moves_targets  # what moves is copied as it is read
+    @property
+    def copied(self) -> tuple[bool, bool]:
+        """Whether inputs, and whether targets, are copied as a mini-batch is read or offered."""
+        moves = self.accelerator is not None and not self.scatter.sends
+        return moves, moves and self.moves_targets
 
     @property
     def next_batch(self) -> Batch | None:
