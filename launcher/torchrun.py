@@ -21,7 +21,7 @@ from pipeworker.errors import AGAIN, InUse, PipeworkerError, RendezvousError, Us
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.host.device_files import remove_device_files
 from pipeworker.host.lifetime import die_with_parent, kill_group, signal_with_parent
-from pipeworker.host.session_watcher import share_sockets_folder
+from pipeworker.host.session_watcher import choose_sockets_folder, share_sockets_folder
 from pipeworker.job.renamed import written
 from pipeworker.ranks import rendezvous
 from pipeworker.ranks.coordinator_process import CoordinatorProcess, EventListener
@@ -206,8 +206,9 @@ def _fork_guard() -> None:
 
     Torchrun makes each rank the leader of a group, but does not end the group of a dead rank.
     """
-    me, folder = os.getpid(), share_sockets_folder()
+    me, folder = os.getpid(), choose_sockets_folder()
     if sys.platform != "linux" or os.getpgrp() != me or os.fork():
+        share_sockets_folder(folder)
         return
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

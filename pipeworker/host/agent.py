@@ -30,6 +30,7 @@ from pipeworker.host.lifetime import die_with_parent, has_ended, is_parent_stopp
 from pipeworker.host.position import Tracker
 from pipeworker.host.session_watcher import (
     SessionWatcher,
+    choose_sockets_folder,
     keep_sockets_folder,
     share_sockets_folder,
 )
@@ -130,7 +131,6 @@ class Agent:
                     _send(KeepAlive(timeout))
         self._kill_all()
         self._readers.kill_all()
-        self._keep_sockets(now)  # else its removal at exit fails with a traceback
         self._watcher.resume()
         self._signals.close()
 
@@ -316,10 +316,9 @@ def main() -> int:
         _send(_agent_hello(*words))
     gc.disable()
     parent = os.getppid()
-    # Forked while this process is small; and first, because the folder stays if this process is
-    # killed before it has a watcher.
-    sockets = share_sockets_folder()
-    watcher = SessionWatcher(sockets)
+    sockets = choose_sockets_folder()
+    watcher = SessionWatcher(sockets)  # forked while this process is small
+    share_sockets_folder(sockets)
     die_with_parent(parent)  # until it can watch its input
     if has_ended(0):  # the parent has ended before that: importing torch may take long
         return 0

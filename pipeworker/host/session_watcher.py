@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import multiprocessing.util
 import os
+import secrets
 import shutil
 import signal
+import tempfile
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +25,8 @@ from pipeworker.host.streams import connect_to_null
 
 _RECORD = Struct("=i")
 """The pid of a session's leader; negative once the session is no longer watched."""
+_LAST = -100
+"""The priority of the exit handler that removes a folder of sockets: after those of its users."""
 _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that are sent to all processes of a job or host."""
 
@@ -33,7 +37,8 @@ class SessionWatcher:
     If the system grants no process for it, nothing is watched: it grants none for a worker either.
 
     Args:
-        folder: the folder of their sockets, from :func:`share_sockets_folder`; "" for none.
+        folder: the folder of their sockets, which is made after the watcher, so that it does not
+            stay whenever this process is killed; "" for none.
     """
 
     def __init__(self, folder: str = "") -> None:
@@ -73,18 +78,29 @@ class SessionWatcher:
             os.write(self._writes, _RECORD.pack(record))
 
 
-def share_sockets_folder() -> str:
-    """Make one folder for the sockets of ``multiprocessing`` in this process and its descendants.
+def choose_sockets_folder() -> str:
+    """Return the path of a folder that no process has yet, for :func:`share_sockets_folder`.
+
+    It is "" if no temporary folder can be written, which most jobs do not need.
+    """
+    with suppress(OSError):
+        return str(Path(tempfile.gettempdir(), f"pymp-{secrets.token_hex(4)}"))
+    return ""
+
+
+def share_sockets_folder(folder: str) -> None:
+    """Make the folder for the sockets of ``multiprocessing`` in this process and its descendants.
 
     This process removes it at its end. Otherwise each process of a data loader makes one of its
     own, which stays when the process is killed.
-
-    Returns:
-        Its path; "" if no temporary folder can be written, which most jobs do not need.
     """
-    with suppress(OSError):
-        return multiprocessing.util.get_temp_dir()
-    return ""
+    if folder:
+        with suppress(OSError):
+            Path(folder).mkdir(mode=0o700)
+            # What get_temp_dir() does, with a name that a watcher knew before.
+            multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
+            remove = (None, shutil.rmtree, (folder, True))
+            multiprocessing.util.Finalize(*remove, exitpriority=_LAST)
 
 
 def keep_sockets_folder(folder: str) -> None:

@@ -21,7 +21,11 @@ import torch
 from pipeworker.errors import PipeworkerError
 from pipeworker.host import streams
 from pipeworker.host.lifetime import die_with_parent
-from pipeworker.host.session_watcher import SessionWatcher, share_sockets_folder
+from pipeworker.host.session_watcher import (
+    SessionWatcher,
+    choose_sockets_folder,
+    share_sockets_folder,
+)
 from pipeworker.job import file as job_file
 from pipeworker.job.hooks import called_with_records, hooks_of
 from pipeworker.job.options import Options
@@ -165,7 +169,9 @@ class _Parent:
 def main() -> int:
     """Call the hooks of the job that standard input describes; return the exit status."""
     parent_pid = os.getppid()
-    watcher = SessionWatcher(share_sockets_folder())  # of what the user's code starts
+    sockets = choose_sockets_folder()
+    watcher = SessionWatcher(sockets)  # of what the user's code starts
+    share_sockets_folder(sockets)
     die_with_parent(parent_pid)  # only now: the watcher removes the folder
     watcher.add(os.getpid())
     handle_signals()

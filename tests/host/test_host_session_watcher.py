@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from support.jobs import processes_of, until
 
 AGENT = """
@@ -80,3 +82,33 @@ def test_a_stopped_watcher_ends_with_an_agent_that_ends_by_itself(tmp_path: Path
         agent.stdin.close()
         assert agent.wait(20) == 0
         until(lambda: watcher not in processes_of(tmp_path))
+
+
+SHARES = """
+import os, signal, sys
+from multiprocessing import util
+from pathlib import Path
+from pipeworker.host.session_watcher import (
+    SessionWatcher, choose_sockets_folder, share_sockets_folder
+)
+
+folder = choose_sockets_folder()
+assert not Path(folder).exists()
+watcher = SessionWatcher(folder)
+share_sockets_folder(folder)
+assert util.get_temp_dir() == folder and Path(folder).is_dir()
+if sys.argv[1:]:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("words", [[], ["killed"]])
+def test_a_folder_of_sockets_goes_with_the_process(tmp_path: Path, words: list[str]) -> None:
+    """The watcher removes it if the process is killed; else both remove it."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    line = [sys.executable, "-c", SHARES, *words]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGKILL if words else 0, "")
+    if words:
+        until(lambda: not [*tmp_path.iterdir()])
+    assert not [*tmp_path.iterdir()]
