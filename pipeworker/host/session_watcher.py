@@ -14,7 +14,6 @@ import os
 import secrets
 import shutil
 import signal
-import tempfile
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -81,11 +80,12 @@ class SessionWatcher:
 def choose_sockets_folder() -> str:
     """Return the path of a folder that no process has yet, for :func:`share_sockets_folder`.
 
-    It is "" if no temporary folder can be written, which most jobs do not need.
+    It is "" if the folder of temporary files cannot be written, which most jobs do not need.
     """
-    with suppress(OSError):
-        return str(Path(tempfile.gettempdir(), f"pymp-{secrets.token_hex(4)}"))
-    return ""
+    # tempfile.gettempdir() writes a file to try it, which stays if this process is killed then.
+    temporary = Path(os.environ.get("TMPDIR") or "/tmp").absolute()
+    usable = os.access(temporary, os.W_OK | os.X_OK)
+    return str(temporary / f"pymp-{secrets.token_hex(4)}") if usable else ""
 
 
 def share_sockets_folder(folder: str) -> None:
