@@ -3,8 +3,8 @@
 ``channel``
     Two processes, on two GPUs or on one: the rate of 64 MB relative to the device's own copy of the
     same size (target 0.8), and the time of 64 KB in one direction beyond that copy (target 30 us).
-    Two processes on one GPU take turns on it, and each change takes it more than 100 us, so the
-    same is measured with both ends in one process, which is what the channel itself takes.
+    Two processes on one GPU take turns on it, so the same is measured with both ends in one
+    process as well, where they share Python's lock instead.
 ``alone``
     One stage compared with the plain loop over the same micro-batches, in turn: rate (0.99) and
     peak memory (1.01).
@@ -132,7 +132,7 @@ def measure(name: str, device: torch.device, receiving: Any, sending: Any) -> No
         copies = LARGE / copy_seconds(device, LARGE)
         took = pings(device, receiving, sending, first=False)
         beyond = took - 1e6 * copy_seconds(device, SMALL)
-    print(f"{name}: 64 MB {rate / 1e9:.1f} GB/s, {rate / copies:.2f} of the device's copy (0.8); ")
+    print(f"{name}: 64 MB {rate / 1e9:.1f} GB/s, {rate / copies:.2f} of the device's copy (0.8)")
     print(f"{name}: 64 KB {beyond:.0f} us beyond the copy (30)")
 
 
