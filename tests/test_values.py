@@ -13,7 +13,6 @@ SOURCE = """
     from typing import Any, NamedTuple
     import torch
     from torch import nn
-    from torch.utils import _pytree as pytree
     import pipeworker
 
     class Pair(NamedTuple):
@@ -28,8 +27,6 @@ SOURCE = """
         x: torch.Tensor
         mask: torch.Tensor
         note: dict
-
-    pytree.register_dataclass(State)
 
     class Start(nn.Module):
         def __init__(self):

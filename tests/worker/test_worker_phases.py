@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from torch.utils import _pytree as pytree
 
 from pipeworker.facts.limits import LONGEST_NAME
@@ -61,6 +62,67 @@ def test_named_tuples_enums_and_what_is_registered(module: ModuleType) -> None:
     assert job_types == {f"job_of_classes.{kind.__name__}": kind for kind in kinds}
     assert list(found) == sorted(found)
     assert Path not in found.values()
+
+
+DATACLASSES = """
+    from __future__ import annotations
+    from dataclasses import InitVar, dataclass, field
+    import torch
+    from torch import nn
+    @dataclass
+    class Plain:
+        x: torch.Tensor
+        mask: torch.Tensor | None = None
+        words: list = field(default_factory=list)
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Frozen:
+        word: str = ""
+        x: torch.Tensor
+    @dataclass
+    class Derived(Plain):
+        depth: int = 0
+    @dataclass
+    class Config:
+        width: int
+    @dataclass
+    class Checked:
+        x: torch.Tensor
+        def __post_init__(self):
+            self.x = self.x + 1
+    @dataclass
+    class Part:
+        x: torch.Tensor
+        y: int = field(init=False, default=0)
+    @dataclass
+    class Given:
+        x: torch.Tensor
+        y: InitVar[int]
+    @dataclass(init=False)
+    class Own:
+        x: torch.Tensor
+        def __init__(self, x, factor):
+            self.x = x * factor
+    @dataclass(eq=False)
+    class Layer(nn.Module):
+        x: torch.Tensor
+    class Undecorated(Plain):
+        pass
+"""
+
+
+def test_dataclasses_of_tensors_are_registered_if_their_fields_are_all_that_they_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = ModuleType("job_of_dataclasses")
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    exec(textwrap.dedent(DATACLASSES), vars(made))
+    for _ in range(2):  # a class is registered once
+        found = {name for name in classes_of([made]) if name.startswith(made.__name__)}
+        assert found == {f"{made.__name__}.{name}" for name in ("Plain", "Frozen", "Derived")}
+    x = torch.ones(2)
+    value = made.Plain(x, None, [made.Frozen(x=x), made.Derived(x, x, [], 3)])
+    assert pytree.tree_leaves(value) == [x, "", x, x, x, 3]
+    assert pytree.tree_map(lambda leaf: leaf, value) == value
 
 
 def test_the_class_of_a_script_has_the_same_name_where_it_was_spawned(module: ModuleType) -> None:

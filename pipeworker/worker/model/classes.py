@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
+from dataclasses import fields
 from enum import Enum
 from types import ModuleType
+from typing import Any
 
+import torch
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from pipeworker.facts.limits import LONGEST_NAME, MOST_TYPES
@@ -17,7 +22,9 @@ def classes_of(modules: Iterable[ModuleType]) -> dict[str, type]:
     """Return by name, sorted, the classes that may pass between stages.
 
     They are the named tuples, registered pytree nodes and enums of the modules, and the nodes
-    registered under a name. The classes that all workers report get numbers, which channels send.
+    registered under a name. Dataclasses of the modules that have tensors are registered first, if
+    their fields are all that they hold. The classes that all workers report get numbers, which
+    channels send.
     """
     found: dict[str, type] = {}
     for kind, entry in list(pytree.SUPPORTED_SERIALIZED_TYPES.items()):
@@ -36,11 +43,30 @@ def classes_of(modules: Iterable[ModuleType]) -> dict[str, type]:
                     is_namedtuple(value)
                     or value in pytree.SUPPORTED_NODES
                     or issubclass(value, Enum)
+                    or _register_dataclass(value)
                 )
             ):
                 found[_name(value)] = value
     short = sorted(name for name in found if len(name) <= LONGEST_NAME)
     return {name: found[name] for name in short[:MOST_TYPES]}
+
+
+def _register_dataclass(kind: Any) -> bool:
+    """Register a class with torch's pytree if it is a dataclass with tensors; return whether it is.
+
+    The class must be made of its fields alone, so that its constructor makes an equal object.
+    """
+    if "__dataclass_params__" not in vars(kind) or issubclass(kind, (nn.Module, torch.Tensor)):
+        return False
+    own = fields(kind)
+    names = {field.name for field in own if field.init}
+    is_made_of_fields = len(names) == len(own) and names == {*inspect.signature(kind).parameters}
+    if not is_made_of_fields or hasattr(kind, "__post_init__"):
+        return False
+    if not any("Tensor" in str(field.type) for field in own):
+        return False
+    pytree.register_dataclass(kind)
+    return True
 
 
 def _name(kind: type) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -132,9 +133,13 @@ def descriptions(leaves: Sequence[Any], name: str) -> tuple[Any, ...]:
         elif type(leaf) in PLAIN_TYPES:
             found.append(encode_scalar(leaf))
         else:
+            kind = type(leaf).__name__
+            advice = "cut the model by hand, as a list of layers"
+            if is_dataclass(leaf):
+                advice = f"register it (torch.export.register_dataclass({kind})), or {advice}"
             raise UsageError(
-                f"{name}: returns or is called with a {type(leaf).__name__}, of which a pipeline "
-                "cannot tell what it holds; cut the model by hand, as a list of layers"
+                f"{name}: returns or is called with a {kind}, of which a pipeline cannot tell what "
+                f"it holds; {advice}"
             )
     return tuple(found)
 
