@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from pipeworker.worker.transport.structure import NO_TYPES
 from support.pipelines import Pipeline, filled
 
 CPU = torch.device("cpu")
+WIDTH = 8
 
 
 def mse(output: Any, target: torch.Tensor) -> Any:
@@ -54,3 +56,15 @@ class Whole(nn.Module):
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
+
+
+def vectors() -> Iterator[tuple[Any, torch.Tensor]]:
+    for _ in range(3):
+        yield torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+
+
+def assert_same_tensors(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    by_name = {name.partition("^.")[2]: tensor for name, tensor in found.items()}
+    for name, tensor in wanted.items():
+        own = by_name[name.removeprefix("0.module.")]
+        assert torch.equal(own, tensor) if tensor is not None else own is None, name

@@ -16,7 +16,7 @@ import pipeworker
 from pipeworker.errors import UsageError
 from pipeworker.worker.internals import pytree
 from pipeworker.worker.stage.cut.plan import Number
-from pipeworker.worker.transport.structure import PLAIN_TYPES, encode_scalar
+from pipeworker.worker.transport.structure import PLAIN_TYPES, encode_scalar, is_namedtuple
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _SHIFTS = ("lshift", "rshift", "matmul")
@@ -105,7 +105,8 @@ def leaves_of(value: Any) -> list[Any]:
         return [leaf for item in value for leaf in leaves_of(item)]
     if kind is dict:
         return [leaf for item in value.values() for leaf in leaves_of(item)]
-    return pytree.tree_leaves(value) if kind in pytree.SUPPORTED_NODES else [value]
+    is_container = kind in pytree.SUPPORTED_NODES or is_namedtuple(kind)
+    return pytree.tree_leaves(value) if is_container else [value]
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
