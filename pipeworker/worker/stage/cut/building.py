@@ -9,6 +9,7 @@ process has the numbers of a module that is built as a whole, under the same see
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -98,18 +99,21 @@ def partly(owns: Callable[[int], bool], *, draws: bool) -> Iterator[list[nn.Para
         NeedsWhole: a parameter that is owned depends on others.
     """
     registered: list[nn.Parameter] = []
-    known: set[int] = set()
+    noted: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+    """By the id of a parameter: itself, while it lives, and the one that is kept for it."""
 
     def note(name: str, parameter: nn.Parameter) -> nn.Parameter:
-        if id(parameter) in known:
-            return parameter
+        same, kept = noted.get(id(parameter), (None, parameter))
+        if same is not None and same() is parameter:  # several modules have it
+            return kept
         kept = parameter
         if not owns(len(registered)):
             kept = hollow_parameter(parameter)
             kept.__dict__.update(parameter.__dict__)
         elif is_fake(parameter):
             raise NeedsWhole(f"{name} is made of other parameters")
-        known.add(id(kept))
+        for one in (parameter, kept):
+            noted[id(one)] = weakref.ref(one), kept
         registered.append(kept)
         return kept
 
