@@ -38,6 +38,18 @@ def test_a_request_is_planned_as_its_options_say() -> None:
     assert plan_request(facts, looped).schedule.placement.stages == 6
 
 
+def test_many_virtual_stages_are_planned_in_little_time() -> None:
+    """Their modes are a power of their number: 43 million for 16 stages a worker."""
+    layers = [layer(1.0, 2.0, saved_bytes=10)] * 32
+    asked = PlanRequest("interleaved-1f1b", 2, 4, virtual_stages=16)
+    found = plan_request(network(layers), asked)
+    assert found.recompute == ("never",) * 32
+    limits = found.memory[0] - 1, found.memory[1]
+    tight = plan_request(replace(network(layers), limits=limits), asked)
+    assert {*tight.recompute[0::2]} == {"never", "except_first"}
+    assert {*tight.recompute[1::2]} == {"never"}
+
+
 def test_a_written_schedule_decides_what_is_recomputed() -> None:
     found = plan_request(network(LAYERS), PlanRequest(OWN, 2, 2))
     assert found.recompute == ("always", "always")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from math import ceil
+from operator import mul
 from typing import NamedTuple
 
 from pipeworker.facts.layer_facts import NetworkFacts
@@ -37,6 +39,8 @@ MODES = ("never", "except_first", "always")
 the device, and so needs no less memory than recompute, which keeps one."""
 _GRAPHS = 32
 """Graphs of steps that are kept at once."""
+_MOST_RUNS = 4
+"""The runs of a worker's stages whose modes are chosen apart: 81 choices."""
 
 
 class Judged(NamedTuple):
@@ -145,22 +149,10 @@ class Divisions:
     def _fit(self, worker: int, held: Sequence[Range]) -> tuple[tuple[str, ...], int, int]:
         numbers, limit = self.placement.held[worker], self.limits[worker]
         stages = [self.stage(s, layers) for s, layers in zip(numbers, held, strict=True)]
-        options = [*product(MODES, repeat=len(numbers))]
-        if self.recompute:
-            options = [tuple(self.recompute[number] for number in numbers)]
-        again = dict(zip(MODES, (0, self.microbatches - 1, self.microbatches), strict=True))
-        if len(options) > 1:
-
-            def added(modes: Sequence[str]) -> float:
-                return sum(
-                    again[m] * seconds.forward
-                    for m, (seconds, _) in zip(modes, stages, strict=True)
-                )
-
-            options.sort(key=added)  # stable: of equal ones the first in the order of MODES
+        sizes = [size for _, size in stages]
         least: tuple[tuple[str, ...], int, int] | None = None
-        for modes in options:
-            used = self._peak(worker, [size for _, size in stages], modes)
+        for modes in self._options(numbers, [seconds.forward for seconds, _ in stages]):
+            used = self._peak(worker, sizes, modes)
             excess = 0 if limit is None else max(0, used - limit)
             if least is None or excess < least[2]:
                 least = modes, used, excess
@@ -168,6 +160,29 @@ class Divisions:
                 break
         assert least
         return least
+
+    def _options(
+        self, numbers: Sequence[int], forwards: Sequence[float]
+    ) -> Iterator[tuple[str, ...]]:
+        """Yield the modes that a worker's stages may have, by the seconds that they add.
+
+        Many stages are divided into runs that have one mode, because the number of their modes is
+        a power of their number.
+        """
+        if self.recompute:
+            yield tuple(self.recompute[number] for number in numbers)
+            return
+        count = len(numbers)
+        yield (MODES[0],) * count  # which adds nothing
+        again = dict(zip(MODES, (0, self.microbatches - 1, self.microbatches), strict=True))
+
+        def added(modes: Sequence[str]) -> float:
+            return sum(map(mul, map(again.__getitem__, modes), forwards))
+
+        run = ceil(count / _MOST_RUNS)
+        chosen = product(MODES, repeat=ceil(count / run))
+        options = [tuple(mode for mode in modes for _ in range(run))[:count] for modes in chosen]
+        yield from sorted(options, key=added)[1:]  # stable: the first of equal ones is first
 
     def peak(self, worker: int, held: Sequence[Range], modes: Sequence[str]) -> int:
         """Return the peak bytes of a worker with these layers in its stages; modes are theirs."""
