@@ -38,6 +38,8 @@ def test_every_switch_of_the_command_can_be_turned_off() -> None:
             if not word.startswith("--init-partial"):
                 name = str(parameter.name)
                 assert word in command_words("job.py", [], {name: False})
+    assert "no_profile" in {parameter.name for parameter in LAUNCH_PARAMETERS}
+    assert command_words("job.py", [], {"no_profile": False}) == command_words("job.py", [], {})
 
 
 def test_every_option_of_the_command_is_known() -> None:

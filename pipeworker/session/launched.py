@@ -38,7 +38,7 @@ _OPTIONS = {
     *("debug", "json", "log_every", "output", "quiet", "verbose"),
 }
 """The options of the command, by name."""
-_SWITCHES = {f.name for f in dataclasses.fields(Options) if f.type == "bool"}
+_SWITCHES = {f.name for f in dataclasses.fields(Options) if f.type == "bool"} - {"no_profile"}
 """Options that have a form with ``--no-``."""
 _OF_THE_COMMAND = {
     "debug": "it needs a terminal",

@@ -376,11 +376,11 @@ def planned_breakdown(planned: Planned, mini_batches: int = 1) -> Breakdown:
     schedule, costs = planned.schedule, planned.costs
     alone = replace(costs, transfers={}, handling=0.0)
     own, even = simulate(schedule, alone), simulate(schedule, evened(alone))
-    workers = []
+    workers, by_stage = [], planned.stage_seconds
     for worker, held in enumerate(schedule.placement.held):
         time = WorkerTime(worker, held)
         for stage in held:
-            seconds = planned.stage_seconds[stage]
+            seconds = by_stage[stage]
             time.forward += mini_batches * seconds.forward
             time.recompute += mini_batches * seconds.recompute
             time.backward += mini_batches * seconds.backward

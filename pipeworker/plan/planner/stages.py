@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from math import ceil
-from operator import mul
 from typing import NamedTuple
 
 from pipeworker.facts.layer_facts import NetworkFacts
@@ -177,7 +176,7 @@ class Divisions:
         again = dict(zip(MODES, (0, self.microbatches - 1, self.microbatches), strict=True))
 
         def added(modes: Sequence[str]) -> float:
-            return sum(map(mul, map(again.__getitem__, modes), forwards))
+            return sum(again[mode] * seconds for mode, seconds in zip(modes, forwards, strict=True))
 
         run = ceil(count / _MOST_RUNS)
         chosen = product(MODES, repeat=ceil(count / run))
