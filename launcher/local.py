@@ -30,7 +30,7 @@ from launcher.supervisor.supervisor import Supervisor
 from pipeworker.display.style import Style
 from pipeworker.display.thread import start_display
 from pipeworker.environment import timings, versions
-from pipeworker.errors import RecordError, UsageError
+from pipeworker.errors import UsageError
 from pipeworker.host.hook_process import HookProcess
 from pipeworker.host.lifetime import kill_group
 from pipeworker.host.line_process import LineProcess, start_agent, start_coordinator
@@ -38,9 +38,8 @@ from pipeworker.host.signals import SignalSocket
 from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.job.options import Options
 from pipeworker.record.files.atomic_file import open_file
-from pipeworker.record.files.located import located
 from pipeworker.record.lock import RunLock
-from pipeworker.record.run_record import write_summary
+from pipeworker.record.run_record import summary_problem
 from pipeworker.record.rundir import RunDir, file_digest
 from pipeworker.runs.begin import PreparedRun
 from pipeworker.wire import interfaces, lines
@@ -133,11 +132,9 @@ class Launch:
             raise
         if verdict is None:
             verdict = self._supervisor.own_verdict(time.monotonic() - started)
-            try:
-                stages = self._supervisor.stages
-                write_summary(self._run_dir, verdict, stages, self._options.best)
-            except OSError as error:
-                self._show(lines.Warned(str(RecordError(located(self._run_dir.summary), error))))
+            stages = self._supervisor.stages
+            if problem := summary_problem(self._run_dir, verdict, stages, self._options.best):
+                self._show(lines.Warned(problem))
         self._show(verdict)
         return verdict
 

@@ -304,7 +304,7 @@ def main() -> int:
             return Service(configuration, socket, descriptors, parent, run_dir).run(endpoint)
     except (PipeworkerError, OSError, zmq.ZMQError) as error:  # the coordinator cannot run
         log.exception("the coordinator failed")
-        text = str(error)
+        text = located(error)
         if isinstance(error, OSError):
             text = record_error(error.filename or configuration.run_dir, error)
         elif isinstance(error, zmq.ZMQError):

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable
 
 from pipeworker.environment import timings
-from pipeworker.errors import PipeworkerError, RecordError
+from pipeworker.errors import PipeworkerError
 from pipeworker.facts.step import StepResult
 from pipeworker.host.hook_process import HookProcess
 from pipeworker.host.line_process import start_coordinator
-from pipeworker.record.files.located import located
-from pipeworker.record.run_record import write_summary
+from pipeworker.record.run_record import summary_problem
 from pipeworker.runs.begin import PreparedRun
 from pipeworker.wire import lines
 
@@ -137,8 +136,7 @@ class CoordinatorProcess:
         peaks = (0,) * placement.ranks
         verdict = lines.Verdict("failed", status, self._steps, seconds, peaks, 0.0, error)
         self._verdict = verdict
-        try:
-            write_summary(self._run.run_dir, verdict, placement.stages, self._run.options.best)
-        except OSError as failed:
-            self._notify(lines.Warned(str(RecordError(located(self._run.run_dir.summary), failed))))
+        run = self._run
+        if problem := summary_problem(run.run_dir, verdict, placement.stages, run.options.best):
+            self._notify(lines.Warned(problem))
         return verdict

@@ -18,13 +18,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from pipeworker.errors import UnreadableFile, UsageError
+from pipeworker.errors import RecordError, UnreadableFile, UsageError
 from pipeworker.facts.criterion import Criterion
 from pipeworker.job.options import BEST, check_types
 from pipeworker.job.renamed import migrated
 from pipeworker.record.checkpoint.manifest import MANIFEST
 from pipeworker.record.files.atomic_file import remove_partial_files, write_bytes, write_json
 from pipeworker.record.files.bounded_file import read_json
+from pipeworker.record.files.located import located
 from pipeworker.record.metrics import rows
 from pipeworker.record.metrics.rows import Row
 from pipeworker.record.rundir import JOB, RunDir, listed
@@ -228,6 +229,15 @@ def write_summary(run_dir: RunDir, verdict: Verdict, stages: int, by: str = BEST
             "error": verdict.error,
         },
     )
+
+
+def summary_problem(run_dir: RunDir, verdict: Verdict, stages: int, by: str) -> str:
+    """Write the summary in place of a lost coordinator; return why that failed, or ""."""
+    try:
+        write_summary(run_dir, verdict, stages, by)
+    except (OSError, UnreadableFile) as error:
+        return located(RecordError(run_dir.summary, error))
+    return ""
 
 
 def _real_path(path: str) -> str:

@@ -144,6 +144,19 @@ def test_create_refuses_an_impossible_directory(tmp_path: Path) -> None:
         rundir.create(str(tmp_path / "file" / "run"), Path("job.py"))
 
 
+@pytest.mark.parametrize("blocked", ["evaluation", "summary"])
+def test_why_no_summary_can_be_written_names_the_present_path(tmp_path: Path, blocked: str) -> None:
+    verdict = Verdict("failed", 1, 4, 1.5, (1, 2), 0.25, "lost")
+    run = RunDir.open(tmp_path)
+    assert run_record.summary_problem(run, verdict, 2, "loss") == ""
+    run.summary.unlink()
+    (tmp_path / getattr(run, blocked).name / "in_the_way").mkdir(parents=True)
+    problem = run_record.summary_problem(run, verdict, 2, "loss")
+    assert problem.startswith(f"{tmp_path / 'summary.json'}: cannot be written: ")
+    assert "Is a directory" in problem
+    assert "/proc/" not in problem
+
+
 def test_the_summary_is_read_as_it_was_written(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert run_record.read_summary(run) == {}

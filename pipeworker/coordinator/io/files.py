@@ -269,7 +269,7 @@ def _error_of(path: Path, write: Callable[[], None]) -> str:
     try:
         write()
     except UnreadableFile as error:  # what is written there is computed from it
-        return str(error)
+        return located(error)
     except OSError as error:
         return record_error(path, error)
     return ""
