@@ -138,6 +138,11 @@ class Launch:
         self._show(verdict)
         return verdict
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a coordinator was started: all hosts can be used."""
+        return self._supervisor.has_begun
+
     def _loop(self) -> None:
         supervisor = self._supervisor
         while not supervisor.over:
@@ -315,7 +320,7 @@ def run(prepared: PreparedRun, view: Style, agents: Sequence[RemoteAgent]) -> in
     verdict = launch.run()
     with suppress(OSError):  # no process completes them any more, and they may be large
         prepared.run_dir.checkpoints.remove_leftovers()
-    prepared.close(verdict)
+    prepared.close(verdict, began=launch.has_begun)
     return verdict.exit_status
 
 

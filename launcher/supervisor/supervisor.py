@@ -145,6 +145,11 @@ class Supervisor:
             if not agent.is_lost and not agent.timer.has_sent
         ]
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a coordinator was started."""
+        return self._began is not None
+
     def own_verdict(self, seconds: float) -> lines.Verdict:
         """Return how the job ended, if the coordinator was lost or the user did not wait for it."""
         interrupted = bool(self._interrupts or self.stopping)

@@ -200,5 +200,5 @@ class Summary:
             yield f"{'train further' if verdict.status == 'done' else 'resume'}: {self.resume}"
         else:
             yield "weights: none, because no checkpoint was complete yet (--checkpoint-every)"
-            yield "resume: there is nothing to resume from; start the job again"
+            yield f"start again, from step 1: {self.resume}"
         yield f"run directory: {self.path}"

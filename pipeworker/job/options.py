@@ -42,6 +42,8 @@ EXCLUSIVE = {"steps": "epochs", "epochs": "steps"}
 LOGGERS = {"wandb": "wandb", "mlflow": "mlflow", "metrics_port": "prometheus_client"}
 """Options that pass rows on to other programs, and the package that each needs."""
 _MOST = (1 << 63) - 1
+_LONGEST_TIMEOUT = 12 * 3600
+"""The most seconds of a timeout: poll() waits for 2**31 milliseconds at most, 49 times as long."""
 _STEPS = re.compile(r"(\d{1,18}):(\d{1,18})", re.ASCII)
 _T = TypeVar("_T")
 _RANGES: dict[str, tuple[int, int]] = {
@@ -194,11 +196,15 @@ class Options:
             if bound is not None and not 0 < bound < math.inf:
                 must = "finite" if bound == math.inf else "greater than 0"
                 raise UsageError(f"{written(name)} {bound}: must be {must}")
+        if self.worker_timeout > _LONGEST_TIMEOUT:
+            must = f"must be {_LONGEST_TIMEOUT} seconds or less"
+            raise UsageError(f"--worker-timeout {self.worker_timeout:g}: {must}")
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 option = f"{written(name)} {getattr(self, name)}"
                 raise UsageError(f"{option}: must be one of {', '.join(known)}")
-        _ = self.profiled  # checked
+        if self.profiled and self.steps is not None and self.profiled[0] > self.steps:
+            raise UsageError(f"--profile {self.profile_steps}: the run ends with step {self.steps}")
         if self.stages * (self.virtual_stages or 1) > MAX_STAGES:
             raise UsageError(
                 f"--virtual-stages {self.virtual_stages}: must be {MAX_STAGES // self.stages} or "

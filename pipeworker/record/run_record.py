@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,6 +38,7 @@ _READABLE = (1, VERSION)
 _Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
+_HOSTS = ("--hosts", "--hosts-file", "--sync")
 _WHAT, _REMEDY = "it is not the record of a run", "give another --run-dir"
 
 
@@ -126,8 +128,14 @@ class RunRecord:
     @property
     def is_of_script(self) -> bool:
         """Whether a script of the user's, rather than a command of pipeworker's, is the job."""
-        job_file, words = str(self.options.get("job_file")), self.last.get("command") or [""]
-        return bool(self.options.get("own_loop")) or _real_path(words[0]) == _real_path(job_file)
+        job_file, program = str(self.options.get("job_file")), [*self.command, ""][0]
+        return bool(self.options.get("own_loop")) or _real_path(program) == _real_path(job_file)
+
+    @property
+    def command(self) -> list[str]:
+        """The words of the command that last began or resumed the run."""
+        found: list[str] = self.last.get("command") or []
+        return found
 
     @property
     def criterion(self) -> Criterion:
@@ -238,6 +246,18 @@ def summary_problem(run_dir: RunDir, verdict: Verdict, stages: int, by: str) -> 
     except (OSError, UnreadableFile) as error:
         return located(RecordError(run_dir.summary, error))
     return ""
+
+
+def hosts_words(command: Sequence[str]) -> list[str]:
+    """Return the words of a command that select hosts, which are recorded nowhere else."""
+    found: list[str] = []
+    words = [*takewhile("--".__ne__, command)][1:]
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        if word.partition("=")[0] in _HOSTS:
+            found.append(word)
+            if word in _HOSTS[:2]:
+                found.append(following)
+    return found
 
 
 def _real_path(path: str) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -57,20 +59,25 @@ class PreparedRun:
     was_done: bool = False
     origins: Mapping[str, str] = field(default_factory=dict)
 
-    def close(self, verdict: Verdict | None = None) -> None:
+    def close(self, verdict: Verdict | None = None, *, began: bool = True) -> None:
         """Release the directory, as the end of the process would. Idempotent.
 
         If a mistake of the user's ended the job before its first step, nothing remains of a new
         run, and a resumed run gets its previous records back: it is what it was, and the options
         that were the mistake would prevent every later resume. So does a run that was done and had
-        no further step to do, because its records have the figures of its steps.
+        no further step to do, because its records have the figures of its steps. The same holds for
+        a job that never `began`, because a host cannot be used.
         """
         with self.lock:  # its end releases it
             undo = self.undo.pop_all()  # once: afterwards the directory may be another process's
             # A coordinator that was lost may have done steps before its successor met the mistake.
             if (
                 verdict is not None
-                and (verdict.is_usage_error or (self.was_done and verdict.status == "done"))
+                and (
+                    verdict.is_usage_error
+                    or (self.was_done and verdict.status == "done")
+                    or not began
+                )
                 and verdict.steps <= self.options.resume_step
                 and _row_bytes(self.run_dir) == self.recorded_bytes
             ):
@@ -251,6 +258,12 @@ class RunRequest:
                 for path, why in point.damaged.items()
             ]
             options = replace(options, resume=str(point.path or ""), resume_step=point.step)
+            hosts = [] if record.is_of_script else run_record.hosts_words(record.command)
+            if hosts and not run_record.hosts_words(sys.argv):
+                warnings.append(
+                    f"{run} was last started with {shlex.join(hosts)}, which is not recorded as an "
+                    "option: give it again to use these hosts"
+                )
             if not point.path:
                 warnings.append(f"{run}: no complete checkpoint yet; it starts again from step 1")
             if options.steps is not None and options.steps == point.step:

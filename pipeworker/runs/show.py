@@ -17,11 +17,10 @@ from pipeworker.job.options import Options
 from pipeworker.job.renamed import migrated
 from pipeworker.record.checkpoint.manifest import Manifest
 from pipeworker.record.metrics.rows import Row
+from pipeworker.record.run_record import hosts_words
 from pipeworker.runs.info import DONE, RUNNING, Run, time_of
 
 _NAME_COLUMNS = 12
-_WHERE = ("--hosts", "--hosts-file", "--sync")
-"""Options of ``launch`` that no run records: they select hosts."""
 
 
 def show(path: Path, *, as_json: bool = False) -> str:
@@ -126,14 +125,16 @@ def _resume(run: Run) -> str | None:
 
 
 def _commands(run: Run) -> Commands:
-    options, words = run.record.options, run.record.last.get("command") or [""]
+    options = run.record.options
     job_file, own_loop = str(options.get("job_file")), bool(options.get("own_loop"))
     if run.record.is_of_script:
         return Commands(script=job_file, own_loop=own_loop)
     if run.record.content.get("torchrun"):
         start = ("torchrun", "--nproc-per-node", _workers(options), "-m", "pipeworker")
         return Commands(start=start, job_file=job_file)
-    return Commands(start=(*DEFAULT_PROGRAM, "launch", *_where(words)), job_file=job_file)
+    return Commands(
+        start=(*DEFAULT_PROGRAM, "launch", *hosts_words(run.record.command)), job_file=job_file
+    )
 
 
 def _workers(options: Mapping[str, Any]) -> str:
@@ -142,18 +143,6 @@ def _workers(options: Mapping[str, Any]) -> str:
         return str(Options.of(options).workers)
     except PipeworkerError:
         return "N"
-
-
-def _where(command: list[str]) -> list[str]:
-    """Return the words of a command that select hosts."""
-    found: list[str] = []
-    words = command[1 : command.index("--") if "--" in command else None]
-    for word, following in zip(words, [*words[1:], ""], strict=False):
-        if word.partition("=")[0] in _WHERE:
-            found.append(word)
-            if word in _WHERE[:2]:
-                found.append(following)
-    return found
 
 
 def _checkpoint(path: Path, manifest: Manifest, best: Row | None) -> str:

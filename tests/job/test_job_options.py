@@ -49,7 +49,7 @@ def test_steps_that_are_followed_by_an_evaluation(every: Any, steps: list[int]) 
         clip_grad_norm=st.none() | st.floats(1e-6, 1e6),
         seed=st.integers(0, 2**63 - 1),
         threads=st.integers(1, 4096),
-        worker_timeout=st.floats(0.1, 1e6),
+        worker_timeout=st.floats(0.1, 43200.0),
     )
 )
 def test_json_round_trip(made: Options) -> None:
@@ -86,6 +86,7 @@ def test_json_round_trip(made: Options) -> None:
         ("clip_grad_norm", 0.0, "--clip-grad-norm 0.0: must be greater than 0"),
         ("clip_grad_norm", float("nan"), "--clip-grad-norm nan: must be greater than 0"),
         ("worker_timeout", 0.0, "--worker-timeout 0.0: must be greater than 0"),
+        ("worker_timeout", 43201.0, "--worker-timeout 43201: must be 43200 seconds or less"),
         *(
             (name, math.inf, f"--{name.replace('_', '-')} inf: must be finite")
             for name in ("clip_grad_norm", "clip_grad_value", "worker_timeout")
@@ -107,6 +108,13 @@ def test_json_round_trip(made: Options) -> None:
 def test_out_of_range(name: str, value: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         options(**{name: value})
+
+
+def test_a_profile_begins_before_the_run_ends() -> None:
+    assert options(steps=20, profile_steps="20:30").profiled == (20, 30)
+    assert options(profile_steps="20:30").profiled == (20, 30)
+    with pytest.raises(UsageError, match="--profile 20:30: the run ends with step 19"):
+        options(steps=19, profile_steps="20:30")
 
 
 def test_virtual_stages_are_those_of_each_worker() -> None:

@@ -40,6 +40,30 @@ def test_a_mistake_removes_a_new_run_unless_it_has_steps(tmp_path: Path, steps: 
     assert (tmp_path / "new").exists() == bool(steps)
 
 
+@pytest.mark.parametrize("began", [False, True])
+def test_a_job_that_never_began_leaves_no_run(tmp_path: Path, began: bool) -> None:
+    run = RunRequest(str(tmp_path / "job.py"), 1, {}, tmp_path / "new" / "run").prepare()
+    run.close(replace(MISTAKE, exit_status=1, job_exited=False), began=began)
+    assert (tmp_path / "new").exists() == began
+
+
+@pytest.mark.parametrize(
+    ("now", "warns"), [(["launch"], True), (["launch", "--hosts=b:2"], False), ([], True)]
+)
+def test_a_resume_warns_of_hosts_that_are_not_given_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: list[str], warns: bool
+) -> None:
+    job, run_dir = str(tmp_path / "job.py"), tmp_path / "run"
+    first = ["pipeworker", "launch", "--hosts", "a:1,b:1", "--sync", "job.py", "--", "--hosts", "x"]
+    monkeypatch.setattr("sys.argv", first)
+    RunRequest(job, 2, {}, run_dir).prepare().close()
+    monkeypatch.setattr("sys.argv", ["pipeworker", *now])
+    again = RunRequest(job, None, {}, run_dir, resume=True).prepare()
+    again.close()
+    text = "was last started with --hosts a:1,b:1 --sync, which is not recorded as an option"
+    assert any(text in warning for warning in again.warnings) is warns
+
+
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_mistake_restores_the_options_of_a_resumed_run(tmp_path: Path, steps: int) -> None:
     """Once steps were done with the new options, these stay."""
