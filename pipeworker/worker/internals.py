@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter, methodcaller
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -105,6 +105,8 @@ _push_mode: Callable[[Any], None] = _find("torch.overrides._push_mode")
 multiply: Callable[[list[torch.Tensor], float], object] = _find("torch._foreach_mul_")
 divide: Callable[[list[torch.Tensor], float], object] = _find("torch._foreach_div_")
 """Change tensors in place in one call, as torch's own optimizers do; for speed."""
+_truncated_normal: Callable[..., torch.Tensor] = _find("torch.nn.init._no_grad_trunc_normal_")
+"""Fills a tensor with numbers within bounds. It draws until all are, so it needs real ones."""
 _share: Callable[..., Any] = _find("torch.UntypedStorage._share_cuda_")
 _map: Callable[..., Any] = _find("torch.UntypedStorage._new_shared_cuda")
 _view = _find("torch.ops.aten._unsafe_view.default")
@@ -205,6 +207,16 @@ def changed_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             if isinstance(value, torch.Tensor):
                 yield value
+
+
+@contextmanager
+def truncated_normal_by(fill: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Have ``nn.init.trunc_normal_`` call `fill` with torch's own function and its arguments."""
+    nn.init._no_grad_trunc_normal_ = partial(fill, _truncated_normal)
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = _truncated_normal
 
 
 def forward_hooks_of(module: nn.Module) -> MutableMapping[int, Callable[..., Any]]:

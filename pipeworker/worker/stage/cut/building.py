@@ -23,6 +23,7 @@ from pipeworker.worker.internals import (
     is_fake,
     is_random,
     pytree,
+    truncated_normal_by,
     without_fake_modes,
 )
 from pipeworker.worker.stage.cut.units import hollow_parameter
@@ -47,24 +48,42 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if not any(map(is_fake, tensors)):
             return func(*args, **kwargs)
-        if any(not is_fake(t) for t in changed_by(func, args, kwargs)):
+        changed = [*changed_by(func, args, kwargs)]
+        if not all(map(is_fake, changed)):
             raise NeedsWhole(f"{func} fills a parameter with the numbers of another")
         if is_random(func) and self._draws:
+            reads = any(is_fake(t) and not any(t is one for one in changed) for t in tensors)
+            if reads and not func.__name__.partition(".")[0].endswith("_like"):
+                raise NeedsWhole(f"{func} draws by the numbers of a parameter")
             with without_fake_modes():
                 func(*pytree.tree_map_only(torch.Tensor, self._real, args), **kwargs)
         return func(*args, **kwargs)
+
+    def fill(
+        self, function: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Fill a parameter by a function that needs its numbers."""
+        if not is_fake(tensor):
+            return function(tensor, *args, **kwargs)
+        if self._draws:
+            with without_fake_modes():
+                function(self._real(tensor), *args, **kwargs)
+        return tensor
 
     def _real(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a real tensor for a fake one, in memory that is used again for each.
 
         Memory from ``malloc`` would remain in the process's heap.
         """
+        shape, strides = tuple(tensor.shape), tensor.stride()
         if not is_fake(tensor) or not tensor.numel():
-            return tensor if not is_fake(tensor) else torch.empty(tuple(tensor.shape))
-        if tensor.nbytes > len(self._space):
-            self._space = mmap.mmap(-1, tensor.nbytes)
-        flat = torch.frombuffer(self._space, dtype=tensor.dtype, count=tensor.numel())
-        return flat.view(tuple(tensor.shape))
+            return tensor if not is_fake(tensor) else torch.empty(shape)
+        # A kernel may draw another count of numbers for a tensor that is not contiguous.
+        count = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+        if count * tensor.itemsize > len(self._space):
+            self._space = mmap.mmap(-1, count * tensor.itemsize)
+        flat = torch.frombuffer(self._space, dtype=tensor.dtype, count=count)
+        return flat.as_strided(shape, strides)
 
 
 class _TooLarge(BaseException):
@@ -117,7 +136,7 @@ def partly(owns: Callable[[int], bool], *, draws: bool) -> Iterator[list[nn.Para
         registered.append(kept)
         return kept
 
-    with _registering(note), _Draws(draws=draws):
+    with _registering(note), _Draws(draws=draws) as drawing, truncated_normal_by(drawing.fill):
         yield registered
 
 
