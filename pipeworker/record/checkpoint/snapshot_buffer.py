@@ -181,6 +181,15 @@ def _plain_file(plain: Mapping[str, Any], step: int, ranks: int) -> bytes:
     return json.dumps({**plain, "step": step, "ranks": ranks}).encode()
 
 
+def content_of(state: bytes) -> dict[str, Any]:
+    """Return what a snapshot's state file has; nothing if a worker was killed as it wrote it."""
+    try:
+        content: dict[str, Any] = json.loads(state)
+    except ValueError:
+        return {}
+    return content
+
+
 def snapshot_files(memory: SnapshotMemory, step: int, ranks: int) -> WorkerFiles:
     """Return the files of a worker's snapshot of the state after `step`, one of `ranks` workers.
 
@@ -191,8 +200,7 @@ def snapshot_files(memory: SnapshotMemory, step: int, ranks: int) -> WorkerFiles
         SnapshotLost: the snapshot is incomplete, of another step or of other workers.
     """
     files = WorkerFiles(*memory.paths)
-    plain = files.state.read_bytes()
-    content = json.loads(plain) if plain else {}
+    content = content_of(files.state.read_bytes())
     if (content.get("step"), content.get("ranks")) != (step, ranks):
         raise SnapshotLost(f"the snapshot of step {step} in memory is lost")
     return files

@@ -8,7 +8,6 @@ network as it would be on disk: as three files, of which the last one, written l
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import struct
@@ -20,6 +19,7 @@ from contextlib import suppress
 from pipeworker.environment import timings
 from pipeworker.errors import PeerLost
 from pipeworker.host import streams
+from pipeworker.record.checkpoint.snapshot_buffer import content_of
 from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory
 from pipeworker.worker.transport import handshake
 from pipeworker.worker.transport.credentials import CLOSED, Credentials, Login
@@ -156,7 +156,7 @@ class MirrorClient:
             for file, size in zip(memory.handles, sizes, strict=False):
                 _send_file(connection, file, size)
             state = memory.paths[2].read_bytes()  # written last, and cleared first
-            valid = bool(state) and json.loads(state)["step"] == step
+            valid = content_of(state).get("step") == step
             content = state if valid else b""
             connection.sendall(_SIZE.pack(len(content)) + content)
             return _receive(connection, len(_MIRRORED)) == _MIRRORED and valid

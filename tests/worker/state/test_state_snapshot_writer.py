@@ -220,6 +220,20 @@ def test_a_snapshot_in_memory_is_that_of_its_step_or_rejected(
     snapshot_files(layer_writer.memories[1], 2, 1)
 
 
+def test_a_snapshot_that_a_killed_worker_left_unfinished_is_lost(
+    layer_writer: WriterOfLayer,
+) -> None:
+    layer_writer.copy(1, 0)
+    memory = layer_writer.memories[0]
+    state = memory.paths[2].read_bytes()
+    for left in (bytes(len(state)), state[:-1], state[: len(state) // 2] + bytes(9), b"\xff"):
+        memory.write(2, left)
+        with pytest.raises(SnapshotLost, match="the snapshot of step 1 in memory is lost"):
+            snapshot_files(memory, 1, 1)
+    memory.write(2, state)
+    snapshot_files(memory, 1, 1)
+
+
 def test_a_part_of_a_generation_with_other_workers_is_rejected(layer_writer: WriterOfLayer) -> None:
     """After a shrink a host may keep the part of a rank that is elsewhere now, of the same step.
 
