@@ -19,6 +19,7 @@ from pipeworker.worker.stage.slots import (
     copy_of,
     get_slot,
     is_same,
+    is_small,
     set_slot,
 )
 
@@ -37,12 +38,12 @@ def is_recomputing() -> bool:
 class Buffers:
     """The buffers of a stage, as batch-norm statistics: a recompute must not change them again.
 
-    The very first forward finds out which buffers change; from then on only those are copied
-    before each forward that will be repeated. One copy of each other buffer is kept, because a
-    forward may begin to change it later.
+    The very first forward finds out which buffers change; from then on only those and the small
+    ones are copied before each forward that will be repeated. One copy of each other buffer is
+    kept, because a forward may begin to change it later.
 
     Tensors in plain attributes, as a cache or what a layer keeps for its next forward, are treated
-    as buffers if the very first forward assigns or changes them.
+    as buffers if they are small, or if the very first forward assigns or changes them.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -90,7 +91,8 @@ class Buffers:
             mb.buffers_before = [
                 (slot, value)
                 for slot, value in mb.buffers_before
-                if not is_same(get_slot(slot), value)
+                if not is_same(now := get_slot(slot), value)
+                or (now is not None and is_small(slot, now))
             ]
             # A buffer that was None now exists, and is hardly ever created again.
             self._changing = [slot for slot, value in mb.buffers_before if value is not None]
@@ -124,13 +126,17 @@ class Buffers:
     def _new_attributes(self, before: dict[Slot, tuple[Any, Any]]) -> list[tuple[Slot, Any]]:
         """Return the tensors that the very first forward has made of attributes; their old values.
 
-        A tensor that it has changed in place is one of them.
+        A tensor that it has changed in place is one of them, and so is a small one, which a later
+        forward may change.
         """
         found: list[tuple[Slot, Any]] = []
         for module in self._modules:
             for name, value in vars(module).items():
                 old, copy = before.get((module, name), (ABSENT, ABSENT))
-                if not isinstance(value, torch.Tensor) or (old is value and is_same(value, copy)):
+                if not isinstance(value, torch.Tensor):
+                    continue
+                lasts = value.requires_grad or not is_small((module, name), value)
+                if lasts and old is value and is_same(value, copy):
                     continue
                 if old is not value:
                     self._assigned.add((module, name))

@@ -21,7 +21,6 @@ from torch.autograd.graph import Node
 
 from pipeworker.worker.internals import (
     SAVED_PREFIX,
-    BatchNorm,
     buffers_of,
     ignores_statistics,
     is_fake,
@@ -29,13 +28,11 @@ from pipeworker.worker.internals import (
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.offload import Offload, Packed, addresses_of
 from pipeworker.worker.stage.recompute import Buffers
-from pipeworker.worker.stage.slots import Copies, Slot, copy_of, get_slot, set_slot
+from pipeworker.worker.stage.slots import Copies, Slot, copy_of, get_slot, is_small, set_slot
 from pipeworker.worker.stage.values import checksums, distinct_tensors, versions
 
 _UNUSED = (f"{SAVED_PREFIX}running_mean", f"{SAVED_PREFIX}running_var")
 """The names of the tensors that a batch norm in training saves, and does not use."""
-_SMALL = 16 * 1024
-"""The bytes of a buffer up to which its copy costs a few microseconds."""
 
 
 class SavedBuffers:
@@ -116,14 +113,10 @@ def _saved_and_changing(before: dict[Slot, tuple[torch.Tensor, _State]], output:
         for slot, (value, state) in before.items()
         if get_slot(slot) is value
         and not value.requires_grad
-        and (_is_small(slot, value) or _state_of(value) != state)
+        and (is_small(slot, value) or _state_of(value) != state)
     ]
     saved = {*_saved_storages(output)} if changing else ()
     return [slot for slot in changing if _address(before[slot][0]) in saved]
-
-
-def _is_small(slot: Slot, value: torch.Tensor) -> bool:
-    return value.nbytes <= _SMALL and not isinstance(slot[0], BatchNorm)
 
 
 def _saved_storages(output: Any) -> Iterator[int | None]:

@@ -58,7 +58,7 @@ class Table:
                 f"stash({name!r}, ...): stashed twice before it is popped; use another name or a "
                 "namespace"
             )
-        alias = alias_of(tensor)
+        alias = alias_of(tensor) if tensor.layout is torch.strided else tensor  # not sent anyway
         self._stashed[name] = alias, version_of(alias)
 
     def pop(self, name: str) -> torch.Tensor:

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeworker.worker.internals import buffers_of
+from pipeworker.worker.internals import BatchNorm, buffers_of, dense_parts
 
 Slot = tuple[nn.Module, str]
 """A module, and the name of a buffer, or of an attribute that is a tensor."""
+_SMALL = 64 * 1024
+"""The bytes of a buffer up to which its copy costs a few microseconds."""
 Copies = dict[int, torch.Tensor]
 """Copies by the id of the buffer: a buffer that two modules share is copied once."""
 ABSENT = object()
@@ -36,6 +38,17 @@ def set_slot(slot: Slot, value: Any) -> None:
         vars(module)[name] = value
 
 
+def is_small(slot: Slot, value: torch.Tensor) -> bool:
+    """Return whether a buffer is copied for each forward, as one that may change at any time.
+
+    Some kernels, as those of observers in quantization, and ``buffer.data`` leave no trace of a
+    change. The statistics of batch norm are left out: they are many, and have a counter beside
+    them.
+    """
+    size = sum(part.nbytes for part in dense_parts(value))
+    return size <= _SMALL and not isinstance(slot[0], BatchNorm)
+
+
 def copy_of(value: torch.Tensor | None, copies: Copies) -> torch.Tensor | None:
     """Return a copy without the graph behind it, the same one for the same tensor."""
     if value is None:
@@ -49,4 +62,6 @@ def is_same(now: torch.Tensor | None, before: torch.Tensor | None) -> bool:
     """Return whether two tensors have the same shape and values, or neither is there."""
     if now is None or before is None:
         return now is before
-    return now.shape == before.shape and torch.equal(now, before)
+    if now.shape != before.shape or now.layout != before.layout or now.is_nested:
+        return False
+    return all(map(torch.equal, dense_parts(now), dense_parts(before)))

@@ -173,7 +173,7 @@ class Stage:
         version, mb.weights_version = mb.weights_version, None
         if version is None:
             return
-        self._watched -= 1
+        self._watched = max(0, self._watched - 1)
         if version != self._weights_version():
             raise UsageError(
                 f"stage {self.index}: weights were changed between the forward of micro-batch "

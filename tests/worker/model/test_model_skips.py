@@ -230,3 +230,10 @@ def test_a_survey_of_buffers_needs_no_real_numbers(
     assert "needs real tensors" not in caplog.text
     assert layers[1].num_batches_tracked == 0
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_sparse_tensor_is_stashed_as_it_is() -> None:
+    """It has no alias. It may be popped on its stage; the transport refuses it."""
+    table, sparse = Table(), torch.eye(3).to_sparse()
+    table.stash("adjacency", sparse)
+    assert table.pop("adjacency") is sparse

@@ -144,8 +144,9 @@ def test_tensors_in_attributes_are_as_in_the_first_forward(kind: type[nn.Module]
         assert first == second == [plain() for _ in mbs]
 
 
-def test_only_what_changes_is_copied() -> None:
+def test_only_what_changes_or_is_small_is_copied() -> None:
     layer = Counter()
+    layer.table = torch.arange(2.0**15)
     buffers = Buffers([layer])
     table = layer.table
     mbs = microbatches(2)
@@ -177,6 +178,45 @@ def test_batch_norm_is_found_though_it_leaves_no_trace() -> None:
     assert norm.num_batches_tracked.item() == 1
     for name, value in norm.named_buffers():
         assert torch.equal(value, after[name])
+
+
+class Observer(nn.Module):
+    """Keeps the largest number that it has seen, without a trace in any version."""
+
+    def __init__(self, kept: torch.Tensor, *, as_buffer: bool) -> None:
+        super().__init__()
+        if as_buffer:
+            self.register_buffer("largest", kept)
+        else:
+            self.largest = kept
+
+    def forward(self, x: float) -> float:
+        largest = (
+            self.largest
+            if self.largest.layout is torch.strided
+            else self.largest.coalesce().values()
+        )
+        largest.data.clamp_(min=x)
+        return float(largest.max())
+
+
+@pytest.mark.parametrize("as_buffer", [True, False])
+@pytest.mark.parametrize("kept", [torch.zeros(2), torch.eye(2).to_sparse()])
+def test_a_small_tensor_may_begin_to_change_without_a_trace(
+    kept: torch.Tensor, as_buffer: bool
+) -> None:
+    """As the observers of quantization: the very first forward leaves the same numbers."""
+    layer, plain = (Observer(kept.clone(), as_buffer=as_buffer) for _ in range(2))
+    buffers = Buffers([layer])
+    for values in ((0.0, 0.0, 0.0), (0.0, 2.0, 3.0), (4.0, 5.0, 5.0)):
+        mbs, first, second = microbatches(3), [], []
+        for mb, value in zip(mbs, values, strict=True):
+            with buffers.first_forward(mb):
+                first.append(layer(value))
+        for mb, value in zip(mbs, values, strict=True):
+            with buffers.second_forward(mb):
+                second.append(layer(value))
+        assert first == second == [plain(value) for value in values]
 
 
 class Every(Counter):
