@@ -244,6 +244,17 @@ def hooked_late(m: Any, x: torch.Tensor) -> Any:
     return m.l[2](other + hidden)
 
 
+def differentiated(m: Any, x: torch.Tensor) -> Any:
+    x = x.clone().requires_grad_()
+    energy = m.l[1](torch.tanh(m.l[0](x))).sum()
+    return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+def trained(m: Any, x: torch.Tensor) -> Any:
+    m.l[0](x).sum().backward()
+    return m.l[1](x)
+
+
 def branching(m: Any, x: torch.Tensor) -> Any:
     hidden = m.l[0](x)
     return m.l[1](hidden) if bool((hidden > 0).any()) else m.l[2](hidden)
@@ -281,6 +292,8 @@ def replaced(m: Any, x: torch.Tensor) -> Any:
         (given, "calls a unit with a module"),
         (popped, "removes what is in a list"),
         (hooked_late, "registers a hook on a tensor that an earlier layer has used"),
+        (differentiated, "takes a gradient through its layers, at test_cut_refused.py"),
+        (trained, "takes a gradient through its layers, at test_cut_refused.py"),
         (branching, "depends on the numbers of an activation, at test_cut_refused.py"),
         (selecting, "depends on the numbers of an activation, at test_cut_refused.py"),
         (replaced, "replaces the parameters of a unit"),

@@ -86,6 +86,9 @@ class Guards:
         `parameter` is the name of the first one, if that is a parameter itself.
         """
         self._check_buffers(tensors)
+        if name in ("grad", "backward"):
+            remedy = "do it in a module with parameters, which runs as a whole"
+            raise self.refused("takes a gradient through its layers", remedy)
         if name in _RESHAPING:
             done = _DONE_TO_ATTRIBUTES.get(name, f"calls {name} on")
             if parameter:

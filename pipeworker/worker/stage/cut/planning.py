@@ -156,9 +156,9 @@ class Planning:
         layer, unit = self._here()
         return UsageError(
             f"layer {layer} ({unit}): the model's forward depends on the numbers of an activation, "
-            f"at {line_of_error(error)}: an if, an assertion, item() or a selection by a mask. A "
-            "pipeline cannot cut it there; move the code into a module with parameters, which runs "
-            "as a whole, or cut the model by hand, as a list of layers"
+            f"at {line_of_error(error)}: an if, an assertion, item(), a selection by a mask or "
+            "pack_padded_sequence. A pipeline cannot cut it there; move the code into a module "
+            "with parameters, which runs as a whole, or cut the model by hand, as a list of layers"
         )
 
     def changes(self, tensor: torch.Tensor) -> bool:
