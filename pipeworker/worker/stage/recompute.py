@@ -24,6 +24,8 @@ from pipeworker.worker.stage.slots import (
 )
 
 _state = threading.local()
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""The attributes that torch itself gives a module."""
 
 
 def is_recomputing() -> bool:
@@ -43,7 +45,8 @@ class Buffers:
     kept, because a forward may begin to change it later.
 
     Tensors in plain attributes, as a cache or what a layer keeps for its next forward, are treated
-    as buffers if they are small, or if the very first forward assigns or changes them.
+    as buffers if they are small, or if the very first forward assigns or changes them; others once
+    a forward assigns another tensor, or the first one.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -53,8 +56,10 @@ class Buffers:
         """Attributes that each forward assigns: their old values need no copy."""
         self._changing: list[Slot] | None = None
         self._unchanged: dict[Slot, _Copied] = {}
-        self._until: dict[Slot, torch.Tensor | None] = {}
+        self._until: dict[Slot, Any] = {}
         """Values of buffers that began to change later, from before their first change."""
+        self._known: dict[nn.Module, set[str]] = {}
+        """The names of the attributes that each module had after the last forward."""
         self._waiting = 0
 
     def begin(self) -> None:
@@ -102,15 +107,44 @@ class Buffers:
             for slot in self._slots:
                 if slot not in self._changing:
                     self._unchanged[slot] = _Copied(slot, copy_of(get_slot(slot), copies))
+            self._watch_attributes()
         self._keep_changed()
         self._waiting += 1
         mb.buffers_before = mb.buffers_before or None
 
     def _keep_changed(self) -> None:
         """Keep the old values of buffers that have begun to change."""
+        changing = self._changing or []
         for slot in self._changed():
-            self._changing = [*(self._changing or ()), slot]
             self._until[slot] = self._unchanged.pop(slot).copy
+            changing.append(slot)
+        for slot in self._new_slots():
+            self._until[slot] = ABSENT
+            changing.append(slot)
+        self._changing = changing
+
+    def _watch_attributes(self) -> None:
+        """Note the attributes that later forwards may set: those that are None, and tensors.
+
+        A tensor needs no copy: another one will be assigned.
+        """
+        self._known = {module: {*vars(module)} for module in self._modules}
+        changing = {*(self._changing or ())}
+        for module, names in self._known.items():
+            for name in names - _OF_EVERY_MODULE:
+                slot, value = (module, name), vars(module)[name]
+                lasts = isinstance(value, torch.Tensor) and not value.requires_grad
+                if slot not in changing and (lasts or value is None):
+                    self._unchanged[slot] = _Copied(slot, value)
+
+    def _new_slots(self) -> Iterator[Slot]:
+        """Yield the attributes that are tensors, and that modules did not have before."""
+        for module, names in self._known.items():
+            if len(vars(module)) != len(names):
+                for name in vars(module).keys() - names:
+                    if isinstance(vars(module)[name], torch.Tensor):
+                        yield module, name
+                names |= vars(module).keys()
 
     def _attributes(self, copies: Copies) -> dict[Slot, tuple[Any, Any]]:
         """Return the attributes of all modules; of those that are tensors, copies too."""
@@ -154,25 +188,32 @@ class Buffers:
         ]
 
     def _changed(self) -> list[Slot]:
-        """Return the buffers, so far unchanged, of each module with a buffer that has changed.
+        """Return what has changed, so far unchanged, and the other buffers of such modules.
 
         A change of the module's other buffers may leave no trace in their version.
         """
-        found = {
-            slot[0] for slot, copied in self._unchanged.items() if not copied.is_of(get_slot(slot))
-        }
-        return [slot for slot in self._unchanged if slot[0] in found]
+        unchanged = self._unchanged.items()
+        found = {slot for slot, copied in unchanged if not copied.is_of(get_slot(slot))}
+        if not found:
+            return []
+        modules = {module for module, name in found if name in buffers_of(module)}
+        return [
+            (module, name)
+            for module, name in self._unchanged
+            if (module, name) in found or (module in modules and name in buffers_of(module))
+        ]
 
     @contextmanager
     def second_forward(self, mb: MicroBatch) -> Iterator[None]:
         """Give the forward inside the context the buffers of the first; undo its changes after."""
         self._keep_changed()  # by a forward that keeps its graph
         self._waiting -= 1
-        before, mb.buffers_before = dict(mb.buffers_before or ()), None
+        before: dict[Slot, Any] = dict(mb.buffers_before or ())
+        mb.buffers_before = None
         copies: Copies = {}
         for slot, value in self._until.items():
             if slot not in before:
-                before[slot] = copy_of(value, copies)
+                before[slot] = value if value is ABSENT else copy_of(value, copies)
         after = [(slot, get_slot(slot)) for slot in before]
         for slot, value in before.items():
             set_slot(slot, value)
@@ -204,5 +245,10 @@ class _Copied:
         self._version = 0 if buffer is None else version_of(buffer)
 
     def is_of(self, now: torch.Tensor | None) -> bool:
-        """Return whether a tensor is the buffer, with the same version."""
-        return now is self._buffer and (now is None or version_of(now) == self._version)
+        """Return whether a tensor is the buffer, with the same version.
+
+        An attribute may also become what is no tensor, which is not looked at.
+        """
+        if not isinstance(now, torch.Tensor):
+            return now is not None or self._buffer is None
+        return now is self._buffer and version_of(now) == self._version

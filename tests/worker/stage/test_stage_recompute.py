@@ -219,6 +219,69 @@ def test_a_small_tensor_may_begin_to_change_without_a_trace(
         assert first == second == [plain(value) for value in values]
 
 
+class Late(nn.Module):
+    """Keeps its last input from its fifth forward on, in an attribute that is None or not there."""
+
+    count: torch.Tensor
+
+    def __init__(self, size: int, *, declared: bool) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.size = size
+        if declared:
+            self.last: torch.Tensor | None = None
+
+    def forward(self, x: float) -> float:
+        self.count += 1
+        last = getattr(self, "last", None)
+        if self.count >= 5:
+            self.last = torch.full((self.size,), x)
+        return x + (0.0 if last is None else float(last[0]))
+
+
+class Table(nn.Module):
+    """Makes another table in its fifth forward."""
+
+    count: torch.Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.table = torch.ones(size)
+
+    def forward(self, x: float) -> float:
+        self.count += 1
+        if self.count == 5:
+            self.table = self.table * 7
+        return x * float(self.table[0])
+
+
+@pytest.mark.parametrize("size", [1, 1 << 15])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda size: Late(size, declared=True),
+        lambda size: Late(size, declared=False),
+        Table,
+    ],
+)
+def test_an_attribute_that_is_assigned_late_is_as_in_the_first_forward(
+    make: Callable[[int], nn.Module], size: int
+) -> None:
+    layer, plain = make(size), make(size)
+    buffers = Buffers([layer])
+    for values in ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), (7.0, 8.0, 9.0)):
+        mbs, first, second = microbatches(3), [], []
+        buffers.begin()
+        for mb, value in zip(mbs, values, strict=True):
+            with buffers.first_forward(mb):
+                first.append(layer(value))
+        for mb, value in zip(mbs, values, strict=True):
+            with buffers.second_forward(mb):
+                second.append(layer(value))
+        assert first == second == [plain(value) for value in values]
+
+
 class Every(Counter):
     """Its table changes in each third forward; it gives that, too."""
 
