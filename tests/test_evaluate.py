@@ -9,9 +9,10 @@ import pytest
 from click.testing import CliRunner
 
 import cli
+from support.compare import assert_same
 from support.jobs import Jobs
 from support.slow import slow
-from support.sources import DROPOUT_JOB
+from support.sources import DROPOUT_JOB, JOB
 
 SOURCE = (
     "import sys; from beside import SCALE\n"
@@ -65,6 +66,36 @@ def test_a_checkpoint_has_the_figures_that_were_recorded(jobs: Jobs) -> None:
     assert "job.py has changed since; the copy in the run is used" in found.stderr
     assert "hook" not in found.stderr
     assert content(run_dir) == before
+
+
+OBSERVING = JOB.replace(
+    "def model",
+    """
+    class Observer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("largest", torch.ones(()))
+
+        def forward(self, x):
+            self.largest.data.copy_(torch.maximum(self.largest, x.detach().abs().max()))
+            return x / self.largest
+
+    def evaluation():
+        return [(9 * x, y) for x, y in data()][:3]
+
+    def model""",
+).replace("nn.ReLU()", "nn.ReLU(), Observer()")
+
+
+def test_a_pass_changes_no_buffer(jobs: Jobs) -> None:
+    """As the observers of quantization do in eval mode, which a checkpoint after it would have."""
+    words = ("--stages", "2", "--microbatches", "4", "--steps", "4")
+    plain = jobs.train(*words, source=OBSERVING)
+    evaluated = jobs.train(*words, "--evaluate-every", "1", source=OBSERVING)
+    assert_same(evaluated, plain)
+    recorded = [json.loads(line) for line in (evaluated.path / "evaluation.jsonl").open()]
+    found = jobs.pipeworker("evaluate", "--stages", "1", "--json", str(evaluated.path))
+    assert json.loads(found.stdout) == recorded[-1]
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ class Waiting:
         self.begin_write(slot, now)
         self.await_all(State.SAVING)
         self.awaited = set(range(self.writers))
-        save = Advance(Save(self._step, slot, self.progress.evaluation_due), due.update)
+        save = Advance(Save(self._step, slot), due.update)
         return self.send_all([save] * self.placement.ranks, due.effects)
 
     def save_last(self) -> list[Effect]:

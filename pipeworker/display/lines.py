@@ -250,7 +250,7 @@ class LineDisplay:
             len(plan.held) * plan.replicas,
             options.threads,
             _cores() if plan.hosts == 1 and plan.device == "cpu" else 0,
-            sizes(plan.microbatches, options.replicas)[0],
+            sizes(plan.microbatches, options.replicas)[0] * options.accumulate,
             self._seconds / max(1, self._steps),
             plan.step_seconds,
             plan.busy_seconds,

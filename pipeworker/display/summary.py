@@ -29,7 +29,7 @@ class PlanContext:
         bubble: the schedule's, 0..1.
         workers: processes of all replicas.
         cores: processor cores that the workers share; 0 if they share none, or if it is unknown.
-        microbatches: of one replica.
+        microbatches: of one replica in a step, those of all its mini-batches.
         seconds: of a step.
         predicted: the predicted duration of a step; 0 if unknown.
         computing: by worker of a replica, the part of it in which it was to compute.

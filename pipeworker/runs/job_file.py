@@ -109,7 +109,7 @@ def place_copy(found: RecordedJobFile, folder: Path) -> Path:
 
 def _neighbours(original: Path, folder: Path) -> list[Path]:
     """Return what is beside a job file, but not what has the folder in it."""
-    with suppress(OSError):
+    with suppress(OSError, UnicodeEncodeError):  # of a name that the locale's encoding lacks
         found = sorted(original.parent.iterdir())
         return [path for path in found if path != original and path not in folder.parents]
     return []

@@ -216,8 +216,8 @@ class Worker:
                 return self._run(command, worker)
             case Evaluate():
                 evaluation = contextlib.closing(worker.loaded.evaluation())
-                with recorder.during(EVALUATION), evaluation as batches:
-                    worker.state.begin_pass()
+                guarded = worker.state.evaluating()
+                with recorder.during(EVALUATION), evaluation as batches, guarded:
                     control = worker.loaded.control
                     wanted = takewhile(lambda _: control.ended_pass != command.step, batches)
                     return self.evaluate(command.step, wanted)

@@ -42,7 +42,7 @@ def due(step: int) -> Start:
 
 def interrupted_after(job: ScriptedJob, effects: list[Effect], update: Update | None) -> None:
     """Check that a job saves step 1 without its evaluation, and ends."""
-    expected = Advance(Save(1, evaluation_due=True), update)
+    expected = Advance(Save(1), update)
     assert saves(effects) == [expected] * len(job.ranks)
     (note,) = [effect.text for effect in of(effects, Warned)]
     assert note == "the evaluation after step 1 is not complete; --resume begins with it"

@@ -16,6 +16,7 @@ from pipeworker.display.lines import LineDisplay
 from pipeworker.display.output import Printed, WorkerOutput
 from pipeworker.display.style import Style
 from pipeworker.display.thread import DisplayThread
+from pipeworker.facts.speed import Speed
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.job.options import Options
 from pipeworker.plan.placement import Placement
@@ -376,3 +377,18 @@ def test_the_loss_of_a_terminal_is_raised_once(folder: Path) -> None:
     until(lambda: True in raised())
     display.show(Warned("more"))
     display.show(DONE)
+
+
+@pytest.mark.parametrize(("accumulate", "milliseconds"), [(1, "0.5 ms"), (4, "0.1 ms")])
+def test_the_micro_batches_of_a_step_are_those_of_all_its_mini_batches(
+    accumulate: int, milliseconds: str
+) -> None:
+    out = StringIO()
+    options = Options("job.py", 2, 8, accumulate=accumulate, threads=1)
+    display = LineDisplay(options, NOWHERE, Style(), out, StringIO(), now=lambda: 9.0)
+    display.show(replace(PLANNED, device="cuda"))
+    speed = Speed(0.02, 1.0, 0.0, (0.016, 0.016), 0.0)
+    for number in range(4):
+        display.show(replace(step(number + 1), seconds=0.02))
+    display.show(replace(DONE, bubble=0.9, busy=(0.2, 0.2), speed=speed))
+    assert f"a worker computes {milliseconds} for a micro-batch" in out.getvalue()

@@ -58,8 +58,8 @@ _WHAT = ("zoom in, out, whole step", "earlier, later", "another worker", "next, 
 def page(view: ReportView) -> str:
     """Return the page."""
     here = files(__package__)
-    style = curves.STYLE + here.joinpath("page.css").read_text()
-    script = here.joinpath("page.js").read_text()
+    style = curves.STYLE + here.joinpath("page.css").read_text("utf-8")
+    script = here.joinpath("page.js").read_text("utf-8")
     return "\n".join([*html.document(view.title, _body(view), style=style, script=script), ""])
 
 

@@ -52,11 +52,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """A command: write this worker's part of the checkpoint of `step`, using the memory `slot`.
-
-    If its evaluation is due, write the state before the pass that was interrupted.
-    """
+    """A command: write this worker's part of the checkpoint of `step`, using the memory `slot`."""
 
     step: int
     slot: int = 0
-    evaluation_due: bool = False

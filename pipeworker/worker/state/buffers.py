@@ -16,6 +16,7 @@ from torch import nn
 
 from pipeworker.worker.blame import user_code
 from pipeworker.worker.internals import version_of
+from pipeworker.worker.stage.slots import is_same
 
 
 @dataclass(slots=True)
@@ -81,7 +82,8 @@ class BufferGuard:
                 if before.tensor is None:
                     continue
                 if before.copy is not None:
-                    before.tensor.copy_(before.copy)
+                    if not is_same(before.tensor, before.copy):
+                        before.tensor.copy_(before.copy)
                 elif version_of(before.tensor) != before.version:
                     return f"{type(module).__name__}.{name}"
                 if getattr(module, name, None) is not before.tensor:
@@ -92,8 +94,9 @@ class BufferGuard:
 class PassGuard:
     """The buffers and the extra state of some layers, as they are before an evaluation pass.
 
-    Most layers change neither in eval mode. But a pass that is interrupted has changed them by a
-    part of its mini-batches, and the run that resumes repeats the whole pass.
+    Most layers change neither in eval mode, but observers of quantization do, and training must not
+    depend on the passes: on how many there are, or on the replica that runs them. A pass that is
+    interrupted is repeated as a whole by the run that resumes.
 
     Raises:
         UserCodeError: ``get_extra_state()`` of a module raised.

@@ -148,7 +148,6 @@ class State:
         self.at: Position = None
         self._layers = layers
         self._buffers = BufferGuard(layers if self.guards else ())
-        self._before_pass: PassGuard | None = None
         self._before_step: tuple[Position] | None = None
         self._loaded, self._role, self._stages = loaded, loaded.role, stages
         self._tracker = loaded.settings.tracker
@@ -243,7 +242,6 @@ class State:
 
     def begin_step(self, at: Callable[[], Position]) -> None:
         """Keep what a step changes before its update; `at` returns the position in the data."""
-        self._before_pass = None
         if self.guards:
             self._buffers.begin()
             self._before_step = (at(),)
@@ -253,9 +251,14 @@ class State:
         self._buffers.end()
         self._before_step = None
 
-    def begin_pass(self) -> None:
-        """Keep what an evaluation pass may change, until the next step."""
-        self._before_pass = PassGuard(self._layers)
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Restore the layers after an evaluation pass, also after one that is interrupted."""
+        guard = PassGuard(self._layers)
+        try:
+            yield
+        finally:
+            guard.restore()
 
     def wait_copied(self) -> None:
         """Wait until the snapshot in progress is copied, because weights are about to change."""
@@ -276,8 +279,6 @@ class State:
         if not self._role.writes_checkpoint:
             self._tracker.wait()
             return None
-        if save.evaluation_due and self._before_pass is not None:
-            self._before_pass.restore()
         changed = self._buffers.restore()  # the job may end within a step
         if self._before_step is not None:
             (at,) = self._before_step
