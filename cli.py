@@ -146,7 +146,8 @@ def launch(
     named = choose.named_hosts(hosts, hosts_file)
     given = choose.parse_settings(settings)
     target = Target(on or "", nodes, named, given, sync, launcher_address or "", dry_run)
-    request = _request(chosen)
+    request, engine = _request(chosen), target.engine
+    shares_files = not isinstance(engine, Cluster) or engine.shares_files
     if debug:
         foreground.check(request.stages, chosen["replicas"], here=target.is_local)
         request = replace(request, stages=1)
@@ -154,16 +155,17 @@ def launch(
         if target.hosts:
             workers = sum(host.workers for host in target.hosts)
             request = replace(request, stages=workers_per_replica(workers, chosen["replicas"]))
-        elif not target.is_local:
+        elif not target.is_local and not (shares_files and request.is_resume):
             raise UsageError("--stages: missing; give the number of stages of the job")
         elif not request.is_resume:
             request = replace(request, stages=local.default_stages(chosen["replicas"]))
-    engine = target.engine
-    shares_files = not isinstance(engine, Cluster) or engine.shares_files
     request.validate(local=shares_files)  # only the other hosts know their paths
     local.check_job_file(Path(request.job_file))
     if debug:
         sys.exit(foreground.run(request, view))
+    if isinstance(engine, Cluster) and shares_files and request.is_resume:
+        recorded = request.merged_options()
+        chosen |= {name: getattr(recorded, name) for name in choose.OF_SPEC}
     spec = choose.spec_of(request, target, chosen)
     if isinstance(engine, Cluster):
         request = replace(request, stages=spec.stages)
@@ -172,7 +174,7 @@ def launch(
     if dry_run:
         click.echo(engine.render(new), nl=False)
     elif isinstance(engine, Cluster):
-        if engine.shares_files:
+        if shares_files:
             request.check_directory()
         restore_ends()
         sys.exit(_follow(engine.submit(new)))

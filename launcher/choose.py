@@ -34,6 +34,8 @@ _LAUNCHER_OPTIONS = frozenset(
     }
 )
 """Options of the launcher alone, which no rank has."""
+OF_SPEC = ("stages", "replicas", "schedule", "threads")
+"""Options of a job that its specification has, and that a run has recorded."""
 _REPEATED = ("patch",)
 """Settings that may be given several times: their values are lines of one."""
 _PASSED_ON = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH", "PYTHONHASHSEED", VARIABLE)

@@ -146,12 +146,20 @@ class RunRequest:
             return
         run_dir = RunDir(Path(self.run_dir))
         if self.is_resume:
-            self._merged_options(run_record.RunRecord.read(run_dir))
+            self.merged_options()
         elif os.path.lexists(self.run_dir):
             if is_locked(run_dir.lock):
                 raise self._in_use(run_dir)
             if not run_dir.is_unused():
                 raise rundir.already_exists(self.run_dir)
+
+    def merged_options(self) -> Options:
+        """Return the options of the run to resume, with those that are given now.
+
+        Raises:
+            UsageError: there is no such run, or options differ that may not.
+        """
+        return self._merged_options(run_record.RunRecord.read(RunDir(Path(self.run_dir or ""))))
 
     def prepare(self) -> PreparedRun:
         """Create the run directory, or roll that of the run to resume back to its checkpoint.

@@ -15,6 +15,7 @@ import cli
 from launcher import choose
 from launcher.options import JOB_PARAMETERS
 from pipeworker.errors import UsageError
+from pipeworker.runs.begin import RunRequest
 from support.sources import JOB
 
 
@@ -121,6 +122,19 @@ def test_a_cluster_runs_the_workers_of_all_replicas(job_file: Path, on: str, wor
     text = " ".join(ran.stdout.replace("\n", " ").replace("- ", "").replace("'", "").split())
     assert words in text
     assert "--replicas 2" in text
+
+
+def test_a_cluster_resumes_a_run_with_the_workers_that_it_has_recorded(
+    job_file: Path, tmp_path: Path
+) -> None:
+    run = str(tmp_path / "run")
+    options = {"replicas": 2, "microbatches": 8, "threads": 3}
+    RunRequest(str(job_file), 4, options, run).prepare().close()
+    line = ["launch", "--on", "slurm", "--dry-run"]
+    ran = CliRunner().invoke(cli.main, [*line, "--resume", run])
+    assert ran.exit_code == 0, ran.output
+    assert "#SBATCH --cpus-per-task=24\n" in ran.stdout  # three for each of eight workers
+    assert "--stages 4" in ran.stdout
 
 
 @pytest.mark.parametrize(
