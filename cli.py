@@ -163,9 +163,8 @@ def launch(
     local.check_job_file(Path(request.job_file))
     if debug:
         sys.exit(foreground.run(request, view))
-    if isinstance(engine, Cluster) and shares_files and request.is_resume:
-        recorded = request.merged_options()
-        chosen |= {name: getattr(recorded, name) for name in choose.OF_SPEC}
+    if isinstance(engine, Cluster) and shares_files:
+        chosen = choose.with_recorded(request, chosen)
     spec = choose.spec_of(request, target, chosen)
     if isinstance(engine, Cluster):
         request = replace(request, stages=spec.stages)

@@ -34,7 +34,7 @@ _LAUNCHER_OPTIONS = frozenset(
     }
 )
 """Options of the launcher alone, which no rank has."""
-OF_SPEC = ("stages", "replicas", "schedule", "threads")
+_OF_SPEC = ("stages", "replicas", "schedule", "threads")
 """Options of a job that its specification has, and that a run has recorded."""
 _REPEATED = ("patch",)
 """Settings that may be given several times: their values are lines of one."""
@@ -147,6 +147,15 @@ def parse_settings(texts: Sequence[str]) -> dict[str, str]:
             raise UsageError(f"--set {name}: given twice; give it once")
         found[name] = f"{found[name]}\n{value}" if name in found else value
     return found
+
+
+def with_recorded(request: RunRequest, chosen: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of the command's parameters, with those that the run to resume has."""
+    is_here = Path(request.run_dir or "", "run.json").exists()
+    if not request.is_resume or not (is_here or chosen["stages"] is None):
+        return chosen
+    recorded = request.merged_options()
+    return {**chosen, **{name: getattr(recorded, name) for name in _OF_SPEC}}
 
 
 def spec_of(request: RunRequest, target: Target, chosen: Mapping[str, Any]) -> JobSpec:
