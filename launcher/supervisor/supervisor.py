@@ -263,7 +263,7 @@ class Supervisor:
         agent.timer.receive(line, now)
         match line:
             case events.CheckedHello():
-                self._handle_hello(agent, line, now)
+                self._handle_hello(number, line, now)
             case lines.Forked():
                 agent.forked(line)
             case lines.WorkerExited():
@@ -283,14 +283,21 @@ class Supervisor:
             case _:
                 assert_never(line)
 
-    def _handle_hello(self, agent: AgentState, line: events.CheckedHello, now: float) -> None:
-        """Record another host; once all have answered, start the coordinator."""
+    def _handle_hello(self, number: int, line: events.CheckedHello, now: float) -> None:
+        """Record another host; once all have answered, start the coordinator.
+
+        A host that comes back into a job, as without its file system, is given up if it has a
+        problem now.
+        """
+        agent = self._agents[number]
         agent.hello = line
         agent.timer.restart(now)  # the agent has introduced itself but is still importing torch
-        if line.problem:
-            self._problems.append(line.problem)
         if self._coordinator is None:
+            self._problems += [line.problem] if line.problem else []
             self._begin_with_all(now)
+        elif line.problem:
+            agent.silence = line.problem.removeprefix(f"{agent.remote.name}: ")
+            self._effects.append(effects.KillAgent(number))
 
     def _begin_with_all(self, now: float) -> None:
         """Once all hosts have answered, start the coordinator, or name those that cannot be used.

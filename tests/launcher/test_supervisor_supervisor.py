@@ -198,6 +198,25 @@ def test_a_lost_host_is_tried_once_in_the_next_generation_even_if_it_was_lost_lo
     assert not of(job.handle(events.Ticked(), 1), effects.StartAgent)
 
 
+@pytest.mark.parametrize("seconds", [0, 60])
+def test_a_host_that_comes_back_with_a_problem_is_given_up(seconds: float) -> None:
+    """As one that has restarted, and whose shared file system is not mounted yet."""
+    job = Scripted(stages=2, agents=remote(1, 1), options={"worker_timeout": 5.0}).running()
+    job.lose(1)
+    job.coordinator(Restart(2, "host b is lost", 2), seconds=seconds)
+    problem = "host b: it does not see the run directory /run; specify one"
+    found = job.agent(1, events.CheckedHello(problem=problem))
+    assert of(found, effects.KillAgent) == [effects.KillAgent(1)]
+    found = job.lose(1)
+    if not seconds:  # it may come back with its files
+        assert sent(found) == []
+        assert of(job.handle(events.Ticked(), 2), effects.StartAgent) == [effects.StartAgent(1)]
+        assert not of(job.agent(1, events.CheckedHello()), effects.KillAgent)
+    else:
+        text = "host b is lost: it does not see the run directory /run; specify one"
+        assert sent(found) == [CannotStart(1, 2, text, 1)]
+
+
 def test_a_host_is_tried_again_for_as_long_as_it_may_come_back() -> None:
     job = Scripted(stages=2, agents=remote(1, 1), options={"worker_timeout": 5.0}).running()
     job.lose(1)
