@@ -109,7 +109,6 @@ _truncated_normal: Callable[..., torch.Tensor] = _find("torch.nn.init._no_grad_t
 """Fills a tensor with numbers within bounds. It draws until all are, so it needs real ones."""
 _share: Callable[..., Any] = _find("torch.UntypedStorage._share_cuda_")
 _map: Callable[..., Any] = _find("torch.UntypedStorage._new_shared_cuda")
-_view = _find("torch.ops.aten._unsafe_view.default")
 _uses: Callable[[int], int] = _find("torch._C._storage_Use_Count")
 _swap: Callable[[torch.Tensor, torch.Tensor], None] = _find("torch._C._swap_tensor_impl")
 
@@ -311,12 +310,6 @@ def map_storage(device: torch.device, handles: Sequence[Any]) -> torch.UntypedSt
     """Return the storage behind :func:`share_storage`; RuntimeError: `device` cannot reach it."""
     storage: torch.UntypedStorage = _map(device.index, *handles)
     return storage
-
-
-def view_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same memory that is neither a leaf nor a view: it may be changed."""
-    view: torch.Tensor = _view(tensor, tensor.shape)
-    return view
 
 
 def allocator_snapshot(device: torch.device) -> Any:

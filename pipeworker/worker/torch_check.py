@@ -147,13 +147,6 @@ def _alias_works() -> bool:
     )
 
 
-def _view_works() -> bool:
-    leaf = _leaf()
-    view = internals.view_of(leaf)
-    view.add_(1)  # which torch refuses for a leaf, and for a view of one
-    return view.requires_grad and _values(leaf) == [4, 4]
-
-
 def _in_place(change: Callable[[list[torch.Tensor], float], object], expected: float) -> bool:
     tensors = [torch.full((2,), 3.0), torch.tensor(3.0)]
     change(tensors, 2.0)
@@ -349,7 +342,6 @@ BEHAVIOURS: dict[str, Callable[[], bool]] = {
     "torch.Tensor._base": _base_works,
     "torch.nn.Module._buffers": _buffers_work,
     "torch.ops.aten.alias": _alias_works,
-    "torch.ops.aten._unsafe_view": _view_works,
     "torch._foreach_mul_": lambda: _in_place(internals.multiply, 6),
     "torch._foreach_div_": lambda: _in_place(internals.divide, 1.5),
     "torch._C._storage_Use_Count(UntypedStorage._cdata)": _count_works,

@@ -126,16 +126,6 @@ def test_alias_of_returns_a_view_with_a_node_of_its_own() -> None:
     assert internals.version_of(alias) == internals.version_of(y)
 
 
-def test_view_of_may_be_changed_in_place() -> None:
-    leaf = torch.ones(2, requires_grad=True)
-    view = internals.view_of(leaf)
-    assert view.data_ptr() == leaf.data_ptr()
-    assert not view.is_leaf
-    assert view.requires_grad
-    view.add_(1)
-    assert leaf.tolist() == [2, 2]
-
-
 def test_multiply_and_divide_work_in_place() -> None:
     tensors = [torch.tensor([3.0, 7.0]), torch.tensor(1.0)]
     expected = [(t / 3).mul(0.1) for t in tensors]

@@ -33,7 +33,6 @@ ALTERED: dict[str, tuple[str, Any]] = {
     "torch.Tensor._base": ("base_of", lambda _: None),
     "torch.nn.Module._buffers": ("buffers_of", lambda module: dict(module.named_buffers())),
     "torch.ops.aten.alias": ("alias_of", torch.clone),
-    "torch.ops.aten._unsafe_view": ("view_of", torch.clone),
     "torch._foreach_mul_": ("multiply", torch._foreach_mul),
     "torch._foreach_div_": ("divide", torch._foreach_div),
     "torch._C._storage_Use_Count(UntypedStorage._cdata)": ("storage_uses", lambda _: 1),

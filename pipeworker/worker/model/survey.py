@@ -36,7 +36,7 @@ from pipeworker.plan.skips import match
 from pipeworker.wire.codec import Codec
 from pipeworker.worker import blame
 from pipeworker.worker.device.device import to_device
-from pipeworker.worker.internals import pytree, shared_fake_mode, version_of, view_of
+from pipeworker.worker.internals import pytree, shared_fake_mode, version_of
 from pipeworker.worker.model.lazy import reject_lazy_layer
 from pipeworker.worker.profile.outline import Drawing
 from pipeworker.worker.stage import rng, skips
@@ -245,7 +245,7 @@ def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
     A tensor that requires grad still does, and is no leaf, so that a layer may change it in place.
     """
     fresh = tensor.detach()
-    return view_of(fresh.requires_grad_()) if tensor.requires_grad else fresh
+    return fresh.requires_grad_().clone() if tensor.requires_grad else fresh
 
 
 def modules_of_the_user() -> list[ModuleType]:
