@@ -112,11 +112,10 @@ class Stage:
 
     def _forward(self, mb: MicroBatch) -> None:
         if not mb.recompute:
-            if self._saved.is_empty:
-                self._keep_graph(mb)
-            else:
-                with self._saved.forward(mb):
-                    self._keep_graph(mb)
+            saves = nullcontext() if self._saved.is_empty else self._saved.forward(mb)
+            moves = self._offload.saving(mb) if self._offload and mb.offload else nullcontext()
+            with saves, moves:
+                mb.output = self._run(mb, mb.value, mb.arrived, Phase.FORWARD)
             return
         # The graph of this forward is dropped at once. It is built nevertheless: kernels may depend
         # on grad mode, and only the graph shows which outputs require grad. Its peak memory is
@@ -140,14 +139,6 @@ class Stage:
                 f"stage {self.index}: a layer changed the stage's input in place, as none had in "
                 "the first forward; use --recompute never for such a layer"
             )
-
-    def _keep_graph(self, mb: MicroBatch) -> None:
-        """Run the layers; their graph stays until the backward."""
-        if self._offload is None or not mb.offload:
-            mb.output = self._run(mb, mb.value, mb.arrived, Phase.FORWARD)
-        else:
-            with self._offload.saving(mb):
-                mb.output = self._run(mb, mb.value, mb.arrived, Phase.FORWARD)
 
     def recompute(self, mb: MicroBatch) -> None:
         """Run the layers again, and keep what backward needs."""
@@ -253,20 +244,15 @@ class Stage:
 
     def _set_gradients(self, mb: MicroBatch, caught: Gradients | None) -> None:
         """Split the gradients of the boundary into those of the input and of what arrived."""
-        arrived = mb.arrived
-        mb.boundary, mb.edges = None, ()
-        if self.skips is None or not self.skips.arriving:
-            wanted = sum(mb.wants_grad)
-            mb.input_gradients = [None] * wanted if caught is None else caught
-            return
-        counts = {peer: sum(arrived[peer][1]) for peer in self.skips.arriving}
+        peers = self.skips.arriving if self.skips is not None else ()
+        counts = {peer: sum(mb.arrived[peer][1]) for peer in peers}
+        mb.boundary, mb.edges, mb.arrived = None, (), {}
         start = sum(mb.wants_grad)
         caught = caught or [None] * (start + sum(counts.values()))
         mb.input_gradients = caught[:start]
         for peer, count in counts.items():
             mb.arrived_gradients[peer] = caught[start : start + count]
             start += count
-        mb.arrived = {}
 
     def _run(self, mb: MicroBatch, value: Any, arrived: Arrived, phase: Phase) -> Any:
         """Run all layers, then the loss on the last stage; return the root of backward."""
@@ -301,11 +287,9 @@ class Stage:
 
     def _run_layers(self, mb: MicroBatch, value: Any, phase: Phase, *, train: bool = True) -> Any:
         """Run all layers; reject a change in place that another tensor of the input should show."""
-        if not mb.common:
-            return self._layers.run(value, mb.number, phase, train=train)
-        before = versions(value)
+        before = versions(value) if mb.common else None
         output = self._layers.run(value, mb.number, phase, train=train)
-        if versions(value) != before:
+        if before is not None and versions(value) != before:
             raise UsageError(
                 f"stage {self.index}: a layer changes a tensor of the stage's input in place, and "
                 f"layer {self.first - 1} returned another one in the same memory, which is apart "

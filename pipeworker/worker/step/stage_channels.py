@@ -120,13 +120,10 @@ class StageChannels:
     after_backward: list[Transfer] = field(default_factory=list)
 
     def forward(self, m: int) -> None:
-        mb = self.microbatches[m]
-        if mb.unchanged is not None:
-            mb.unchanged.check()
-        self.stage.forward(mb)
-        for transfer in self.after_forward:
-            transfer(mb)
-        self.stage.end_action(mb)
+        unchanged = self.microbatches[m].unchanged
+        if unchanged is not None:
+            unchanged.check()
+        self._act(self.stage.forward, m, self.after_forward)
 
     def forward_alone(self, m: int) -> None:
         """Run a forward that no backward follows, and keep nothing of it."""
@@ -138,9 +135,7 @@ class StageChannels:
             receiver.release(m)
 
     def recompute(self, m: int) -> None:
-        mb = self.microbatches[m]
-        self.stage.recompute(mb)
-        self.stage.end_action(mb)
+        self._act(self.stage.recompute, m)
 
     def fetch(self, m: int) -> None:
         """Start to copy back from the host's memory what the graph of the forward saved."""
@@ -149,25 +144,26 @@ class StageChannels:
         saved.fetch()
 
     def backward(self, m: int) -> None:
-        mb = self.microbatches[m]
-        self.stage.backward(mb)
-        for transfer in self.after_backward:
-            transfer(mb)
-        for receiver in self.receivers:
-            receiver.release(m)
-        self.stage.end_action(mb)
+        self._act(self.stage.backward, m, self.after_backward, self.receivers)
 
     def backward_input(self, m: int) -> None:
-        mb = self.microbatches[m]
-        self.stage.backward_input(mb)
-        for transfer in self.after_backward:
-            transfer(mb)
-        self.stage.end_action(mb)
+        self._act(self.stage.backward_input, m, self.after_backward)
 
     def backward_weight(self, m: int) -> None:
+        self._act(self.stage.backward_weight, m, receivers=self.receivers)
+
+    def _act(
+        self,
+        act: Callable[[MicroBatch], None],
+        m: int,
+        transfers: Sequence[Transfer] = (),
+        receivers: Sequence[Receiver] = (),
+    ) -> None:
         mb = self.microbatches[m]
-        self.stage.backward_weight(mb)
-        for receiver in self.receivers:
+        act(mb)
+        for transfer in transfers:
+            transfer(mb)
+        for receiver in receivers:
             receiver.release(m)
         self.stage.end_action(mb)
 
