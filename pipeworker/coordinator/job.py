@@ -121,8 +121,8 @@ class Job:
 
     @property
     def awaits_late_workers(self) -> bool:
-        """Whether workers may still join a job that has failed."""
-        return bool(self.generation.roster.missing)
+        """Whether workers may still join a job that has failed: a launcher ends its own."""
+        return bool(self.generation.roster.missing) and not self._launched
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Handle an event; return the effects to perform, in order."""

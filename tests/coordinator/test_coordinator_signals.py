@@ -168,3 +168,17 @@ def test_an_own_loop_stops_within_the_interrupt_timeout() -> None:
     job.saved()
     job.checkpoint_committed()
     assert job.ended.status == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("job", "awaits"),
+    [(ScriptedJob(2), True), (replaceable_job(), False)],
+    ids=["ranks", "launched"],
+)
+def test_only_ranks_that_no_launcher_ends_are_told_late_that_the_job_has_ended(
+    job: ScriptedJob, awaits: bool
+) -> None:
+    job.join(0)
+    job.interrupt()
+    assert job.ended.status == "interrupted"
+    assert job.job.awaits_late_workers is awaits
