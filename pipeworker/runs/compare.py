@@ -110,7 +110,10 @@ def _points(a: Curve, b: Curve) -> list[dict[str, Any]]:
 
 def _text(facts: Mapping[str, Any]) -> Iterable[str]:
     names = [Path(path).resolve().name for path in facts["runs"]]
-    options = {hyphened(name): map(option_text, pair) for name, pair in facts["options"].items()}
+    options: dict[str, Iterable[str]] = {
+        hyphened(name): ["-" if value is None else option_text(value) for value in pair]
+        for name, pair in facts["options"].items()
+    }
     if facts["arguments"][0] != facts["arguments"][1]:
         options["arguments"] = map(shlex.join, facts["arguments"])
     yield from _block("options that differ", names, options, "the options are the same")

@@ -156,6 +156,11 @@ def test_two_runs_are_compared(folder: Path) -> None:
     assert found["curves"]["loss"][0] == {"step": 1, "values": [0.9, 0.9]}
     assert found["curves"]["loss"][-1] == {"step": 4, "values": [0.6, None]}
     assert refused("compare", "runs/a", "runs").endswith("give one that has a run.json")
+    record = json.loads(Path("runs/b/run.json").read_text())
+    record["options"]["epochs"] = 3
+    Path("runs/b/run.json").write_text(json.dumps(record))
+    shown = [line.split() for line in run("compare", "runs/a", "runs/b").splitlines()]
+    assert ["epochs", "-", "3"] in shown
 
 
 def test_speeds_are_compared_if_they_are_known(folder: Path) -> None:
