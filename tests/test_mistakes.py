@@ -1,4 +1,4 @@
-"""Mistakes that are found before a process starts, and wrong names of a job file."""
+"""Mistakes that are found before a process starts."""
 
 from __future__ import annotations
 
@@ -10,21 +10,16 @@ import sys
 import textwrap
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner, Result
-from torch import nn
 
 import cli
 from launcher.local import default_stages
 from pipeworker.errors import UsageError
-from pipeworker.job import file as job_file
 from pipeworker.runs.begin import RunRequest
 from pipeworker.wire.lines import Verdict
-from pipeworker.worker.data.reader import Reader
 from support.sources import JOB
 
 
@@ -200,104 +195,3 @@ def test_accelerators_are_not_counted_by_a_module_beside_the_job(
     monkeypatch.chdir(tmp_path)
     with suppress(UsageError):  # this host may have none
         assert default_stages(1) < 1234
-
-
-# The names of a job file, one by one.
-
-
-def job(**names: Any) -> ModuleType:
-    module = ModuleType("job")
-    good = {
-        "model": lambda: [nn.Linear(2, 2)],
-        "loss": nn.functional.mse_loss,
-        "optimizer": torch.optim.SGD,
-        "data": list,
-    }
-    vars(module).update(good, **names)
-    return module
-
-
-@pytest.mark.parametrize("name", ["model", "loss", "optimizer", "data"])
-def test_a_name_that_is_missing(name: str) -> None:
-    module = job()
-    delattr(module, name)
-    with pytest.raises(UsageError, match=rf"job file j\.py: lacks the name {name}; define"):
-        job_file.check(module, "job file j.py")
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("model", 3, "job file j.py: model is an int; make it an nn.Module, a list"),
-        ("loss", None, "job file j.py: loss is a NoneType; make it a function"),
-        ("optimizer", "adam", "job file j.py: optimizer is a str; make it a function"),
-        ("scheduler", 0.5, "job file j.py: scheduler is a float; make it a function"),
-        ("data", 7, "job file j.py: data is an int; make it an iterable of (input, target)"),
-    ],
-)
-def test_a_name_of_the_wrong_kind(name: str, value: Any, expected: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(expected)):
-        job_file.check(job(**{name: value}), "job file j.py")
-
-
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
-        (lambda: None, "model() returned a NoneType; return an nn.Module or a list"),
-        (lambda: nn.ModuleList([nn.ReLU()]), "model() returned a ModuleList; return an nn.Module"),
-        (list, "model() returned no layers; return at least one for each stage"),
-        (
-            lambda: torch.compile(nn.Sequential(nn.ReLU())),
-            "returned an OptimizedModule, which cannot be divided; return the module itself, "
-            "before torch.compile, and use --compile",
-        ),
-        (
-            lambda: torch.jit.script(nn.Sequential(nn.ReLU())),
-            "model() returned a RecursiveScriptModule, which cannot be divided",
-        ),
-        ([nn.ReLU(), 3], "layer 1 of model() is an int; make it an nn.Module or a function"),
-    ],
-)
-def test_a_model_that_is_no_sequence_of_layers(model: Any, expected: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(expected)):
-        job_file.entries(job_file.check(job(model=model), "job file j.py"))
-
-
-def test_a_layer_builder_that_returns_something_else() -> None:
-    with pytest.raises(UsageError, match=r"layer 4 of model\(\) was built as a dict; build an"):
-        job_file.build(dict, 4)  # type: ignore[arg-type]
-
-
-X, Y = torch.zeros(4, 2), torch.zeros(4)
-
-
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [
-        ([], "data(): is empty; yield"),
-        (lambda: None, "data(): gave a NoneType; return an iterable of (input, target)"),
-        ([X], "data(): gave a Tensor; make it a pair (input, target)"),
-        ([(X, Y, Y)], "data(): gave a tuple of 3; make it a pair (input, target)"),
-        ([(X, Y[:3])], "disagree in dim 0, the batch: (4, 2), (3,)"),
-        ([({"a": X, "b": X[:1]}, Y)], "disagree in dim 0, the batch: (4, 2), (1, 2), (4,)"),
-        ([(X, torch.tensor(1.0))], "a tensor without dims; dim 0 of every tensor is the batch"),
-        ([(X[:0], Y[:0])], "a mini-batch without samples"),
-        ([("text", Y)], "an input without a tensor"),
-    ],
-)
-def test_data_that_is_wrong(data: Any, expected: str) -> None:
-    reader = Reader(data, microbatches=2, seed=0, epochs=1)
-    with pytest.raises(UsageError, match=re.escape(expected)):
-        reader.read()
-
-
-def test_data_that_is_empty_when_it_starts_again() -> None:
-    reader = Reader(iter([(X, Y)]), microbatches=2, seed=0, epochs=None)
-    assert reader.read() is not None
-    with pytest.raises(UsageError, match="make data a function, so that each epoch gets a fresh"):
-        reader.read()
-    kept = iter([(X, Y)])
-    reader = Reader(lambda: kept, microbatches=2, seed=0, epochs=None)
-    assert reader.read() is not None
-    with pytest.raises(UsageError, match="have it make a fresh iterator each time it is called"):
-        reader.read()

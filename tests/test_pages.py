@@ -15,13 +15,13 @@ from support.slow import slow
 FOLLOWED = [
     page for page in PAGES if any(isinstance(act, Type) for act in actions(page.read_text()))
 ]
-PLANNED = ("README.md", "bubble.md", "micro-batches.md", "schedule-file.md", "records.md")
+PLANNED = ("README.md", "bubble.md", "schedule-file.md", "records.md")
 """Pages whose jobs are planned from measured layers, which takes time."""
 
 LONG = (
     *("bubble.md", "coming-from.md", "fine-tuning.md", "notebooks.md"),
     *("debugging.md", "job-file.md", "many-machines.md"),
-    *("micro-batches.md", "own-loop.md", "records.md", "unattended.md"),
+    *("own-loop.md", "records.md", "unattended.md"),
 )
 """Pages whose commands take seconds of CPU, or start interpreters of their own."""
 

@@ -69,8 +69,12 @@ def test_a_changed_file_is_compiled_again(tmp_path: Path, monkeypatch: pytest.Mo
         ({"model": "model = 3"}, "job file .*: model is an int"),
         ({"model": "model = 3"}, "job file .*: model is an int; make it an nn.Module, a list"),
         ({"loss": "loss = 1.0"}, "job file .*: loss is a float; make it a function"),
+        ({"loss": "loss = None"}, "job file .*: loss is a NoneType; make it a function"),
         ({"optimizer": "optimizer = None"}, "job file .*: optimizer is a NoneType"),
-        ({"scheduler": "scheduler = 3"}, "job file .*: scheduler is an int"),
+        ({"optimizer": "optimizer = 'adam'"}, "job file .*: optimizer is a str; make it a"),
+        ({"optimizer": None}, "lacks the name optimizer; define"),
+        ({"data": None}, "lacks the name data; define"),
+        ({"scheduler": "scheduler = 3"}, "job file .*: scheduler is an int; make it a function"),
         ({"data": "data = 3"}, "job file .*: data is an int; make it an iterable"),
     ],
 )
@@ -190,10 +194,19 @@ class Own(nn.Sequential):
             r"model\(\) returned a ModuleList; return an nn\.Module or a list of layers: "
             r"list\(layers\)$",
         ),
-        (lambda: None, r"model\(\) returned a NoneType"),
-        (list, "returned no layers"),
+        (lambda: None, r"model\(\) returned a NoneType; return an nn.Module or a list"),
+        (
+            lambda: torch.compile(nn.Sequential(nn.ReLU())),
+            "returned an OptimizedModule, which cannot be divided; return the module itself, "
+            "before torch.compile, and use --compile",
+        ),
+        (
+            lambda: torch.jit.script(nn.Sequential(nn.ReLU())),
+            r"model\(\) returned a RecursiveScriptModule, which cannot be divided",
+        ),
+        (list, "returned no layers; return at least one for each stage"),
         (nn.Sequential(), "returned no layers"),
-        ([nn.ReLU(), 3], r"layer 1 of model\(\) is an int"),
+        ([nn.ReLU(), 3], r"layer 1 of model\(\) is an int; make it an nn.Module or a function"),
     ],
 )
 def test_a_model_that_is_no_sequence_of_layers(model: Any, message: str) -> None:
@@ -240,6 +253,8 @@ def test_callables_are_built_only_when_asked() -> None:
 def test_a_callable_that_builds_something_else() -> None:
     with pytest.raises(UsageError, match=r"layer 4 of model\(\) was built as an int"):
         job_file.build(lambda: 3, 4)  # type: ignore[arg-type,return-value]
+    with pytest.raises(UsageError, match=r"layer 4 of model\(\) was built as a dict; build an"):
+        job_file.build(dict, 4)  # type: ignore[arg-type]
 
 
 def test_the_documented_example_is_a_job(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeworker.record.checkpoint.checkpoint import Checkpoint, read_plain
 from pipeworker.record.checkpoint.json_state import unpack
 from pipeworker.record.checkpoint.tensor_file import TensorFile
 from support.jobs import Record
-from support.plain_loop import in_a_list
+from support.plain_loop import in_a_list, split
 
 _MEASURED = {"seconds", "samples_per_second", "bubble"}
 """The fields of a row that are measured."""
@@ -42,10 +42,11 @@ def plain_loop(
     for _, (x, y) in zip(range(steps), job.data(), strict=False):
         net.zero_grad()
         total = 0.0
-        count = min(microbatches, _size(x))
+        samples = len(tree_leaves(x)[0])
+        count = min(microbatches, samples)
         x, y = (tree_map_only(torch.Tensor, lambda t: t.to(device), one) for one in (x, y))
-        for xm, ym in zip(_split(x, count), _split(y, count), strict=True):
-            scaled = job.loss(net(xm), ym) * (_size(xm) / _size(x))
+        for xm, ym in zip(split(x, count), split(y, count), strict=True):
+            scaled = job.loss(net(xm), ym) * (len(tree_leaves(xm)[0]) / samples)
             scaled.backward()
             total += scaled.item()
         for one in (*optimizers, *schedulers):
@@ -53,19 +54,6 @@ def plain_loop(
         losses.append(total)
     state = [opt.state[p] for p in net.parameters() for opt in optimizers if p in opt.state]
     return losses, net.cpu().state_dict(), state
-
-
-def _size(value: Any) -> int:
-    while isinstance(value, dict):
-        value = next(iter(value.values()))
-    return len(value)
-
-
-def _split(value: Any, count: int) -> list[Any]:
-    if isinstance(value, dict):
-        pieces = {key: _split(item, count) for key, item in value.items()}
-        return [{key: pieces[key][m] for key in value} for m in range(count)]
-    return list(value.tensor_split(count))
 
 
 def assert_same(left: Record, right: Record) -> None:

@@ -126,7 +126,14 @@ def test_a_generator_object_has_one_epoch() -> None:
     read = reader(two())
     for _ in range(2):
         read.read()
-    with pytest.raises(UsageError, match="exhausted, and gave nothing when started again"):
+    said = "exhausted, and gave nothing when started again.*make data a function, so that each"
+    with pytest.raises(UsageError, match=f"{said} epoch gets a fresh"):
+        read.read()
+    kept = iter(two())
+    read = reader(lambda: kept)
+    for _ in range(2):
+        read.read()
+    with pytest.raises(UsageError, match="have it make a fresh iterator each time it is called"):
         read.read()
     read = reader(two(), repeat=False)
     assert [read.read() is None for _ in range(3)] == [False, False, True]
@@ -135,7 +142,9 @@ def test_a_generator_object_has_one_epoch() -> None:
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        (torch.zeros(2), "gave a Tensor; make it a pair"),
+        (torch.zeros(2), r"gave a Tensor; make it a pair \(input, target\)"),
+        ((torch.zeros(2),) * 3, r"gave a tuple of 3; make it a pair \(input, target\)"),
+        (("text", torch.zeros(2)), "an input without a tensor"),
         ((torch.zeros(2),), "gave a tuple of 1"),
         ([torch.zeros(2)] * 3, "gave a list of 3"),
         ({"x": torch.zeros(2)}, r"gave a dict of 'x'; .* as \(dict\(batch\), batch\['target'\]\)"),
