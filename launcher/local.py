@@ -330,7 +330,7 @@ def run_aside(options: Options, run_dir: RunDir) -> None:
     Raises:
         SystemExit: the job failed, and has said why.
     """
-    for made in (run_dir.checkpoints.path, run_dir.coordinator_log().parent):
+    for made in (run_dir.checkpoints.path, run_dir.logs):
         made.mkdir(parents=True, exist_ok=True)
     lock = RunLock(run_dir.lock, exclusive=False)
     prepared = PreparedRun(options, RunDir.open(run_dir.path), lock, ExitStack())

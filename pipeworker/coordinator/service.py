@@ -295,7 +295,7 @@ def main() -> int:
     log.addHandler(logging.NullHandler())  # until there is a log, nothing is logged to the terminal
     try:
         run_dir = RunDir.open(Path(configuration.run_dir))
-        log_file = LogFile(run_dir.coordinator_log(), parent)
+        log_file = LogFile(run_dir.coordinator_log, parent)
         logging.basicConfig(level=logging.INFO, handlers=[log_file])
         check_room(Options.from_json(configuration.options))
         server = sockets.server(configuration.token, host, timings())

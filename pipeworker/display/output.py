@@ -144,7 +144,7 @@ class WorkerOutput:
         self._ours = ours
         self._logs: dict[int, LogReader] = {}  # by rank
         if shown != "none":
-            self._logs[_HOOKS] = LogReader(run_dir.hooks_log(), "[hooks]", ours=ours)
+            self._logs[_HOOKS] = LogReader(run_dir.hooks_log, "[hooks]", ours=ours)
         self.follow(placement)
 
     def follow(self, placement: Placement) -> None:

@@ -76,6 +76,9 @@ class RunDir:
         self.hooks = path / "hooks.json"
         self.profiles = path / "profile"
         self.timeline = path / "timeline"
+        self.logs = path / "logs"
+        self.coordinator_log = self.logs / "coordinator.log"
+        self.hooks_log = self.logs / "hooks.log"
         self.now = path / ".now.json"
 
     @classmethod
@@ -108,16 +111,9 @@ class RunDir:
                     self._path = now
         return self._path
 
-    def coordinator_log(self) -> Path:
-        return self.root / "logs" / "coordinator.log"
-
-    def hooks_log(self) -> Path:
-        """Return the file of what the job's hooks print."""
-        return self.root / "logs" / "hooks.log"
-
     def host_log(self, name: str) -> Path:
         """Return the log of the command that starts a host's agent, such as ssh."""
-        return self.root / "logs" / f"host-{name.replace('/', '-')}.log"
+        return self.logs / f"host-{name.replace('/', '-')}.log"
 
     def job_folder(self, digest: str) -> Path:
         """Return the absolute path of the folder for a copy of the job file with this digest."""
@@ -129,7 +125,7 @@ class RunDir:
 
     def memory_snapshot(self, rank: int) -> Path:
         """Return the file of what a device's allocator held when a worker found no memory."""
-        return self.root / "logs" / f"memory-worker-{rank}.pickle"
+        return self.logs / f"memory-worker-{rank}.pickle"
 
     def worker_ring(self, rank: int) -> Path:
         """Return the file of the times of what a worker without an agent does at present."""
@@ -141,14 +137,13 @@ class RunDir:
 
     def worker_log(self, rank: int) -> Path:
         """Return the file of what the worker of this rank prints."""
-        return self.root / "logs" / f"worker-{rank}.log"
+        return self.logs / f"worker-{rank}.log"
 
     def is_unused(self) -> bool:
         """Return whether it has at most what a start leaves that is killed before its record."""
-        logs = self.coordinator_log().parent
-        if not self.root.is_dir() or logs.is_symlink() or any(logs.glob("*")):
+        if not self.root.is_dir() or self.logs.is_symlink() or any(self.logs.glob("*")):
             return False
-        others = [path for path in self.root.iterdir() if path != logs]
+        others = [path for path in self.root.iterdir() if path != self.logs]
         return all(p.is_file() and (p == self.lock or is_partial_file(p)) for p in others)
 
     def check_links(self) -> None:
@@ -157,10 +152,9 @@ class RunDir:
         Raises:
             UsageError: a link is in place of a folder, or of a file of rows.
         """
-        logs = self.coordinator_log().parent
         for path in (
             self.checkpoints.path,
-            logs,
+            self.logs,
             self.events,
             self.metrics,
             self.evaluation,
@@ -201,10 +195,9 @@ class RunDir:
             self.now,
             *(self.root / kind.value for kind in Request),
         ]
-        logs = self.coordinator_log().parent
         written = [
-            *logs.glob("*.log"),
-            *logs.glob("memory-worker-*.pickle"),
+            *self.logs.glob("*.log"),
+            *self.logs.glob("memory-worker-*.pickle"),
             *self.events.glob("events.*"),
             *self.timeline.glob("*.jsonl"),
             *self.timeline.glob("*.ring"),
@@ -214,7 +207,7 @@ class RunDir:
             with suppress(OSError):
                 path.unlink()
         remove_partial_files(self.root)
-        for folder in (logs, self.events, self.timeline, self.checkpoints.path, *made):
+        for folder in (self.logs, self.events, self.timeline, self.checkpoints.path, *made):
             with suppress(OSError):
                 folder.rmdir()
 

@@ -244,7 +244,7 @@ def _happened(run: Run, run_dir: RunDir, made: Report | None) -> Iterator[tuple[
 
 def _warnings(run_dir: RunDir) -> Iterator[tuple[float, str]]:
     """Yield the warnings of the job that its coordinator has logged, with their times."""
-    text, log = "", run_dir.coordinator_log()
+    text, log = "", run_dir.coordinator_log
     with reading(log), suppress(FileNotFoundError), open_bounded(log, None) as file:
         text = file.read(_MOST_LOG).decode(errors="replace")
     for line in text.splitlines():

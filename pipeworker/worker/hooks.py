@@ -151,7 +151,7 @@ class _Parent:
         """Send a warning to the parent, and write it to the log with its details."""
         streams.note(f"{text}\n{details}")
         if details:
-            text = f"{text}; {RunDir(Path(self.setup.run_dir)).hooks_log()} has the traceback"
+            text = f"{text}; {RunDir(Path(self.setup.run_dir)).hooks_log} has the traceback"
         os.write(self._writes, lines.encode(lines.Warned(text)))
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ def _call_all(parent: _Parent) -> None:
     """Call the hooks until the job is over, and all records were passed on."""
     options = Options.from_json(parent.setup.options)
     run_dir = RunDir.open(Path(parent.setup.run_dir))
-    redirect_output(run_dir.hooks_log())
+    redirect_output(run_dir.hooks_log)
     torch.set_num_threads(options.threads)
     objects: list[tuple[str, Any]] = []
     record = RunRecord.read(run_dir)

@@ -22,7 +22,7 @@ def test_the_layout_of_a_run_directory() -> None:
         run.plan,
         run.metrics,
         run.summary,
-        run.coordinator_log(),
+        run.coordinator_log,
         run.worker_log(2),
         run.checkpoints.at(100),
     ]
@@ -80,7 +80,7 @@ def test_remove_run_leaves_nothing(tmp_path: Path) -> None:
     made, folders = rundir.create(str(tmp_path / "a" / "b"), Path("job.py"))
     made.events.mkdir()
     table, events = made.path / "metrics.csv", made.events / "events.out.tfevents.1"
-    for path in (made.run, made.metrics, table, events, made.coordinator_log(), made.worker_log(0)):
+    for path in (made.run, made.metrics, table, events, made.coordinator_log, made.worker_log(0)):
         path.touch()
     made.remove_run(folders)
     assert list(tmp_path.iterdir()) == []
