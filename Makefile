@@ -43,18 +43,18 @@ papers: $(VENV)/.run
 	cd benchmarks && ../$(BIN)/python -m papers $(TABLES)
 
 soak: $(VENV)/.test
-	SOAK_SECONDS=1800 $(BIN)/python -m pytest --run-slow --cold --capture no tests/test_soak.py
+	SOAK_SECONDS=1800 $(BIN)/python -m pytest --run-slow --cold --capture no tests/faults/test_soak.py
 
 chaos: $(VENV)/.test
-	CHAOS_FAULTS=220 $(BIN)/python -m pytest --run-slow --cold --capture no tests/test_chaos.py
+	CHAOS_FAULTS=220 $(BIN)/python -m pytest --run-slow --cold --capture no tests/faults/test_chaos.py
 
 schedules: $(VENV)/.test
-	SCHEDULES=all $(BIN)/python -m pytest --run-slow --numprocesses $(PROCESSES) tests/test_schedules_suites.py
+	SCHEDULES=all $(BIN)/python -m pytest --run-slow --numprocesses $(PROCESSES) tests/planning/test_schedules_suites.py
 
 # A failure prints its seed: make fuzz FUZZ_SEED=17 FUZZ_CASES=1
 FUZZ_CASES ?= 50
 fuzz: $(VENV)/.test
-	FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest --run-slow --capture no --verbose tests/test_fuzz.py
+	FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest --run-slow --capture no --verbose tests/faults/test_fuzz.py
 
 # With test,loggers also the tests that log to wandb and MLflow, which take 10 s of CPU to install.
 # With test,notebooks also the one with a real kernel of Jupyter, which takes 6 s of CPU to install.

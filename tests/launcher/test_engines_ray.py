@@ -1,4 +1,4 @@
-"""Tests of what Ray is asked for; ``tests/test_ray.py`` runs jobs on a cluster of it."""
+"""Tests of what Ray is asked for; ``tests/clusters/test_ray.py`` runs jobs on a cluster of it."""
 
 from __future__ import annotations
 

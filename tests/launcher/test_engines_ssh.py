@@ -1,4 +1,4 @@
-"""Tests of the commands that reach hosts by ssh; tests/test_ssh.py has real servers."""
+"""Tests of the commands that reach hosts by ssh; tests/clusters/test_ssh.py has real servers."""
 
 from __future__ import annotations
 

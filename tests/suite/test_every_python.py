@@ -8,7 +8,7 @@ from pathlib import Path
 
 from every_python import LOWEST, find_interpreters
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_checks_hold_the_lowest_python() -> None:

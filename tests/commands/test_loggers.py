@@ -21,7 +21,7 @@ from support.jobs import Jobs, until
 from support.slow import slow
 from support.sources import JOB
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EVALUATION = """
     def evaluation():
         return [(torch.ones(4, 8), torch.ones(4, dtype=torch.long))]

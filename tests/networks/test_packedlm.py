@@ -12,7 +12,7 @@ from pipeworker.record.rundir import find_checkpoint
 from support.jobs import Jobs
 
 pytest.importorskip("tokenizers")
-EXAMPLE = str(Path(__file__).parents[1] / "examples" / "packedlm.py")
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "packedlm.py")
 SMALL = ("--files", "a*.py", "--width", "16", "--heads", "2", "--blocks", "2", "--context", "64")
 
 

@@ -14,7 +14,7 @@ from pipeworker.job import file
 from support.jobs import Jobs
 from support.slow import slow
 
-PAPERS = Path(__file__).parents[1] / "examples" / "papers"
+PAPERS = Path(__file__).parents[2] / "examples" / "papers"
 TRANSFORMER = ("--width", "2048", "--inner", "8192", "--heads", "32", "--words", "32000")
 AMOEBANET = ("--side", "224", "--classes", "1000")
 

@@ -24,7 +24,7 @@ def cluster(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the file with the objects of a cluster."""
     program = jobs.folder / "bin" / "kubectl"
     program.parent.mkdir()
-    tests = Path(__file__).parent
+    tests = Path(__file__).parents[1]
     code = f"import sys; sys.path.insert(0, {str(tests)!r}); import support.kubectl as k; k.main()"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}" "$@"\n')
     program.chmod(0o755)

@@ -131,7 +131,7 @@ def test_debug_requires_a_single_worker(jobs: Jobs) -> None:
 
 
 def test_the_example_trains_and_generates_text(jobs: Jobs) -> None:
-    example = str(Path(__file__).parents[1] / "examples" / "bytelm.py")
+    example = str(Path(__file__).parents[2] / "examples" / "bytelm.py")
     small = ("--width", "16", "--heads", "2", "--blocks", "1", "--context", "16", "--batch", "4")
     run = jobs.folder / "run"
     words = ("--stages", "2", "--steps", "2", "--evaluate-every", "2", "--run-dir", str(run))

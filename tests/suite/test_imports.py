@@ -16,7 +16,7 @@ from pathlib import Path
 import pipeworker
 
 ROOT = Path(pipeworker.__file__).parents[1]
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 FILES = sorted(
     [ROOT / "cli.py", *(ROOT / "launcher").rglob("*.py"), *(ROOT / "pipeworker").rglob("*.py")]
 )

@@ -67,7 +67,7 @@ def test_every_action_of_every_step_is_recorded_with_trace(jobs: Jobs) -> None:
         assert names.count(SAVE) == 1
 
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SLEEPING = """
     import time
 
