@@ -76,7 +76,7 @@ class AgentState:
         pids: the processes of its workers, by rank.
         is_lost: whether its process has ended.
         may_retry: whether it is worth one attempt to start it again in this generation.
-        silence: the error message of its silence timeout; empty while that has not expired.
+        silence: why it was given up: its silence, or a problem of its host; empty if it was not.
         waits_for: what its cluster waits for before it starts, as the user was told.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,8 +58,10 @@ class Buffers:
         self._unchanged: dict[Slot, _Copied] = {}
         self._until: dict[Slot, Any] = {}
         """Values of buffers that began to change later, from before their first change."""
-        self._known: dict[nn.Module, set[str]] = {}
-        """The names of the attributes that each module had after the last forward."""
+        self._known: list[tuple[nn.Module, dict[str, Any], set[str]]] = []
+        """The attributes of each module, and their names after the last forward."""
+        self._none: list[tuple[Slot, dict[str, Any]]] = []
+        """The attributes that are None, and all attributes of their modules."""
         self._waiting = 0
 
     def begin(self) -> None:
@@ -78,8 +80,10 @@ class Buffers:
         copies: Copies = {}
         if self._waiting:
             self._keep_changed()  # by a forward that keeps its graph
-        for slot in self._changed():  # by code outside of forward
-            self._unchanged[slot] = _Copied(slot, copy_of(get_slot(slot), copies))
+        elif self._changing is not None:  # by code outside of forward
+            for slot in self._changed():
+                self._unchanged[slot] = _Copied(slot, copy_of(get_slot(slot), copies))
+            self._changing += [slot for slot, _ in self._appeared()]
         slots, attributes = self._changing, {}
         if slots is None:
             # A module of torch.jit.script has no dict to iterate over.
@@ -107,44 +111,57 @@ class Buffers:
             for slot in self._slots:
                 if slot not in self._changing:
                     self._unchanged[slot] = _Copied(slot, copy_of(get_slot(slot), copies))
-            self._watch_attributes()
+            self._watch_attributes({*self._changing})
         self._keep_changed()
         self._waiting += 1
         mb.buffers_before = mb.buffers_before or None
 
     def _keep_changed(self) -> None:
-        """Keep the old values of buffers that have begun to change."""
-        changing = self._changing or []
+        """Keep the old values of what has begun to change."""
+        assert self._changing is not None
         for slot in self._changed():
             self._until[slot] = self._unchanged.pop(slot).copy
-            changing.append(slot)
-        for slot in self._new_slots():
-            self._until[slot] = ABSENT
-            changing.append(slot)
-        self._changing = changing
+            self._changing.append(slot)
+        for slot, before in self._appeared():
+            self._until[slot] = before
+            self._changing.append(slot)
 
-    def _watch_attributes(self) -> None:
-        """Note the attributes that later forwards may set: those that are None, and tensors.
+    def _watch_attributes(self, changing: Collection[Slot]) -> None:
+        """Note the attributes that later forwards may set, beside those that are changing.
 
-        A tensor needs no copy: another one will be assigned.
+        They are None, absent, or tensors. A tensor needs no copy: another one will be assigned.
         """
-        self._known = {module: {*vars(module)} for module in self._modules}
-        changing = {*(self._changing or ())}
-        for module, names in self._known.items():
+        self._known = [(module, vars(module), {*vars(module)}) for module in self._modules]
+        for module, attributes, names in self._known:
             for name in names - _OF_EVERY_MODULE:
-                slot, value = (module, name), vars(module)[name]
+                slot, value = (module, name), attributes[name]
                 lasts = isinstance(value, torch.Tensor) and not value.requires_grad
-                if slot not in changing and (lasts or value is None):
+                if value is None:
+                    self._none.append((slot, attributes))
+                elif lasts and slot not in changing:
                     self._unchanged[slot] = _Copied(slot, value)
 
-    def _new_slots(self) -> Iterator[Slot]:
-        """Yield the attributes that are tensors, and that modules did not have before."""
-        for module, names in self._known.items():
-            if len(vars(module)) != len(names):
-                for name in vars(module).keys() - names:
-                    if isinstance(vars(module)[name], torch.Tensor):
-                        yield module, name
-                names |= vars(module).keys()
+    def _appeared(self) -> list[tuple[Slot, Any]]:
+        """Return the attributes that are tensors by now, and what they were: None or absent."""
+        found: list[tuple[Slot, Any]] = []
+        if [None for (_, name), attributes in self._none if attributes.get(name) is not None]:
+            tensors = [
+                slot
+                for slot, attributes in self._none
+                if isinstance(attributes.get(slot[1]), torch.Tensor)
+            ]
+            found += [(slot, None) for slot in tensors]
+            self._none = [one for one in self._none if one[0] not in tensors]
+        for module, attributes, names in self._known:
+            if len(attributes) != len(names):
+                new = attributes.keys() - names
+                names |= new
+                found += [
+                    ((module, name), ABSENT)
+                    for name in new
+                    if isinstance(attributes[name], torch.Tensor)
+                ]
+        return found
 
     def _attributes(self, copies: Copies) -> dict[Slot, tuple[Any, Any]]:
         """Return the attributes of all modules; of those that are tensors, copies too."""
@@ -249,6 +266,6 @@ class _Copied:
 
         An attribute may also become what is no tensor, which is not looked at.
         """
-        if not isinstance(now, torch.Tensor):
+        if now is None or not isinstance(now, torch.Tensor):
             return now is not None or self._buffer is None
         return now is self._buffer and version_of(now) == self._version
