@@ -24,6 +24,7 @@ from pipeworker.display.plan.as_json import to_json
 from pipeworker.display.plan.schedules import EqualStages
 from pipeworker.display.plan.text import Paint, lines_of, plain
 from pipeworker.display.plan.view import Choice, PlanView
+from pipeworker.display.style import is_dumb
 from pipeworker.errors import PipeworkerError, UsageError, writing
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.job.interval import END
@@ -262,7 +263,7 @@ def _width() -> int:
 
 
 def _paint() -> Paint:
-    return plain if os.environ.get("NO_COLOR") else _painted
+    return plain if os.environ.get("NO_COLOR") or is_dumb() else _painted
 
 
 def _painted(text: str, kind: Kind | None) -> str:

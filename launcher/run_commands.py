@@ -111,12 +111,13 @@ def report(run: Path, other: Path | None, html: Path | None, *, as_json: bool) -
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, once.")
 def top(run: Path, *, once: bool, as_json: bool) -> None:
     """Show what the workers of the job that runs in RUN do, live; the job is left alone."""
+    from pipeworker.display.style import is_dumb
     from pipeworker.runs import top
 
     if as_json:
         click.echo(json.dumps(top.snapshot(run), indent=2))
     else:
-        top.watch(run, once=once or not sys.stdout.isatty())
+        top.watch(run, once=once or not sys.stdout.isatty() or is_dumb())
 
 
 @click.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -10,6 +11,11 @@ from pipeworker.errors import UsageError
 
 OUTPUTS = ("stage", "all", "none")
 """Which workers' output is shown: the ones with the first and the last stage, all, or none."""
+
+
+def is_dumb() -> bool:
+    """Return whether the terminal, by its own name, draws neither bars nor colours."""
+    return os.environ.get("TERM") in ("dumb", "unknown")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ So a stopped terminal or a slow reader delays neither the job nor the thread tha
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -16,7 +15,7 @@ from typing import TextIO
 from pipeworker.display.events import EventDisplay
 from pipeworker.display.lines import LineDisplay
 from pipeworker.display.output import WorkerOutput
-from pipeworker.display.style import Style
+from pipeworker.display.style import Style, is_dumb
 from pipeworker.facts.step import StepResult
 from pipeworker.host import streams
 from pipeworker.job.options import Options
@@ -28,8 +27,6 @@ _READ_SECONDS = 0.25
 """Between two reads of what the workers print."""
 _STARTING_READ_SECONDS = 1.0
 """The same before there is a plan; output is then shown one read later."""
-_NO_BAR = ("dumb", "unknown")
-"""Terminals that cannot draw a progress bar."""
 _MAX_QUEUED = 1 << 10
 """Events that may wait to be shown; steps beyond them are left out."""
 
@@ -124,7 +121,7 @@ def start_display(
     kind: type[LineDisplay] = LineDisplay
     if style.json:
         kind = EventDisplay
-    elif out.isatty() and not style.quiet and os.environ.get("TERM") not in _NO_BAR:
+    elif out.isatty() and not style.quiet and not is_dumb():
         from pipeworker.display.terminal import TerminalDisplay  # rich takes 0.1 s to import
 
         kind = TerminalDisplay

@@ -100,7 +100,7 @@ def _head(moment: _Moment) -> RenderableType:
             f"{seconds_text(last['seconds'])} a step",
         ]
     losses = f"losses of workers: {now.restarts}"
-    return Text(sanitize("  ".join([*parts, now.doing, losses])), no_wrap=True, overflow="ellipsis")
+    return Text(sanitize("  ".join([*parts, now.doing, losses])))
 
 
 _COLUMNS = "worker", "replica", "stages", "does", "step", "micro-batch", "layer", "held", "memory"

@@ -141,6 +141,7 @@ def test_a_timeline_has_the_width_of_the_terminal_and_its_colours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     words = ("--stages", "2", "--microbatches", "4", "--recompute", "never")
     plain = shown(*words)
@@ -151,6 +152,9 @@ def test_a_timeline_has_the_width_of_the_terminal_and_its_colours(
     assert "\x1b[" in coloured
     assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
     monkeypatch.setenv("NO_COLOR", "1")
+    assert run(*words, color=True).output == plain
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
     assert run(*words, color=True).output == plain
 
 
