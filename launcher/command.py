@@ -167,7 +167,8 @@ def naming_sources(context: click.Context) -> Iterator[None]:
         yield
     except UsageError as error:
         for option in context.command.params:
-            words = tuple(f"{word} " for word in option.opts)
+            spelled = (*option.opts, *option.secondary_opts)
+            words = tuple(f"{word}{end}" for word in spelled for end in " :")
             source = origin(context, str(option.name))
             if source and str(error).startswith(words):
                 raise UsageError(f"{error} ({source})") from None

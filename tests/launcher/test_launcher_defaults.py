@@ -196,12 +196,13 @@ def test_an_error_of_a_value_out_of_range_names_its_source(
         ("log-every", "0", "--log-every 0: must be an integer of 1 or more"),
         ("profile-steps", "x", "--profile x: must be the first and the last step to profile"),
         ("schedule", "x", "--schedule x: no such schedule or file"),
+        ("init-strict", "false", "--no-init-strict: no file is given; add --init-from"),
     ],
 )
 def test_an_error_of_any_option_names_its_source(
     launch: Launch, monkeypatch: pytest.MonkeyPatch, option: str, value: str, error: str
 ) -> None:
-    project(f"{option} = {value if option == 'log-every' else repr(value)}")
+    project(f"{option} = {value if option in ('log-every', 'init-strict') else repr(value)}")
     found = refused()
     assert found.startswith(error)
     assert found.endswith(" (pyproject.toml, [tool.pipeworker])")
