@@ -254,7 +254,8 @@ def find_checkpoint(source: Path) -> Path:
 def listed(path: Path) -> str:
     """Return a question after the run that is meant by a path without a run, else "".
 
-    It is that which ``pipeworker list`` shows under this name, or one with a similar name.
+    It is that which ``pipeworker list`` shows under this name, one with a similar name, or that of
+    a checkpoint.
     """
     with suppress(OSError, ValueError):
         path = path.relative_to(Path.cwd())
@@ -262,7 +263,9 @@ def listed(path: Path) -> str:
     if run.path != path and run.run.is_file():
         return f"did you mean {run.path}?"
     if path.exists():
-        return ""
+        run = RunDir(path.parent.parent)
+        is_checkpoint = path.parent == run.checkpoints.path and run.run.is_file()
+        return f"did you mean its run, {run.path}?" if is_checkpoint else ""
     for folder in (path.parent, _RUNS):
         names = [found.parent.name for found in folder.glob("*/run.json")]
         if meant := get_close_matches(path.name, names, 1):

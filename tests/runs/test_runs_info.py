@@ -324,6 +324,19 @@ def test_the_name_of_a_listed_run_is_not_its_folder(
         assert done.output.endswith(f"; did you mean {Path('runs', 'first')}?\n")
 
 
+@pytest.mark.parametrize("command", ["evaluate", "show", "report"])
+def test_the_run_of_a_checkpoint_is_named(
+    begin: Callable[..., RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    begin("first")
+    monkeypatch.chdir(tmp_path)
+    checkpoint = Path("runs", "first", "checkpoints", "step-00000004")
+    checkpoint.mkdir(parents=True)
+    done = CliRunner().invoke(cli.main, [command, str(checkpoint)])
+    assert done.exit_code == 2
+    assert done.output.endswith(f"; did you mean its run, {Path('runs', 'first')}?\n")
+
+
 @pytest.mark.parametrize("name", ["first", "fist", "runs/firts"])
 @pytest.mark.parametrize(
     "words",
