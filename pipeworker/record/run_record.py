@@ -163,12 +163,10 @@ class RunRecord:
             copied["job"] = last.get("job")
         elif job is not None:
             write_bytes(self.run_dir.root / copied["job"], job)
-        entry = {
-            "step": step,
-            **process,
-            **copied,
-            "options": {n: v for n, v in options.items() if self.options.get(n) != v},
-        }
+        differing = {n: v for n, v in options.items() if self.options.get(n) != v}
+        if Path(options["job_file"]).is_relative_to(self.run_dir.path):
+            differing.pop("job_file", None)  # a copy: the original may have its content again
+        entry = {"step": step, **process, **copied, "options": differing}
         content = {**self.content, "version": VERSION, "resumed": [*resumed, entry]}
         write_json(self.run_dir.run, content)
         return copied["job"] or "" if changed else ""
