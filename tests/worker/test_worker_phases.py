@@ -121,8 +121,10 @@ def test_dataclasses_of_tensors_are_registered_if_their_fields_are_all_that_they
         assert found == {f"{made.__name__}.{name}" for name in ("Plain", "Frozen", "Derived")}
     x = torch.ones(2)
     value = made.Plain(x, None, [made.Frozen(x=x), made.Derived(x, x, [], 3)])
-    assert pytree.tree_leaves(value) == [x, "", x, x, x, 3]
-    assert pytree.tree_map(lambda leaf: leaf, value) == value
+    again = pytree.tree_map(lambda leaf: leaf, value)
+    assert [type(again), *map(type, again.words)] == [made.Plain, made.Frozen, made.Derived]
+    for one in (value, again):
+        assert [id(leaf) for leaf in pytree.tree_leaves(one)] == [*map(id, [x, "", x, x, x, 3])]
 
 
 def test_the_class_of_a_script_has_the_same_name_where_it_was_spawned(module: ModuleType) -> None:
