@@ -1,0 +1,163 @@
+"""Tensors that a layer keeps in attributes or changes late are as in the first forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from pipeworker.worker.stage.microbatch import MicroBatch
+from pipeworker.worker.stage.recompute import Buffers
+
+
+def run_twice(
+    layer: Callable[[float], float], buffers: Buffers, values: Sequence[float]
+) -> tuple[list[float], list[float]]:
+    """Return what the forwards of a mini-batch give, and what they give when they are repeated."""
+    mbs, first, second = [MicroBatch(m) for m in range(len(values))], [], []
+    buffers.begin()
+    for mb, value in zip(mbs, values, strict=True):
+        with buffers.first_forward(mb):
+            first.append(layer(value))
+    for mb, value in zip(mbs, values, strict=True):
+        with buffers.second_forward(mb):
+            second.append(layer(value))
+    return first, second
+
+
+class Remembering(nn.Module):
+    """Keeps a tensor for its next forward in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum: torch.Tensor | float = 0.0
+
+    def forward(self) -> float:
+        self.sum = torch.ones(()) + self.sum
+        return float(self.sum)
+
+
+class Adding(Remembering):
+    """Changes it in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum = torch.zeros(())
+
+    def forward(self) -> float:
+        assert isinstance(self.sum, torch.Tensor)
+        return float(self.sum.add_(1))
+
+
+class Caching(nn.Module):
+    """Makes a table in its first forward, and keeps what only a log needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+
+    def forward(self) -> float:
+        if not hasattr(self, "table"):
+            self.table = torch.arange(3.0)
+        self.last = self.table * 2
+        return float(self.last.sum())
+
+
+@pytest.mark.parametrize("kind", [Remembering, Adding, Caching])
+def test_tensors_in_attributes_are_as_in_the_first_forward(kind: type[nn.Module]) -> None:
+    layer, plain = kind(), kind()
+    buffers = Buffers([nn.Sequential(nn.ReLU(), layer)])
+    for _ in range(3):
+        first, second = run_twice(lambda _: layer(), buffers, (0.0,) * 3)
+        assert first == second == [plain() for _ in range(3)]
+
+
+class Observer(nn.Module):
+    """Keeps the largest number that it has seen, without a trace in any version."""
+
+    def __init__(self, kept: torch.Tensor, *, as_buffer: bool) -> None:
+        super().__init__()
+        if as_buffer:
+            self.register_buffer("largest", kept)
+        else:
+            self.largest = kept
+
+    def forward(self, x: float) -> float:
+        largest = (
+            self.largest
+            if self.largest.layout is torch.strided
+            else self.largest.coalesce().values()
+        )
+        largest.data.clamp_(min=x)
+        return float(largest.max())
+
+
+@pytest.mark.parametrize("as_buffer", [True, False])
+@pytest.mark.parametrize("kept", [torch.zeros(2), torch.eye(2).to_sparse()])
+def test_a_small_tensor_may_begin_to_change_without_a_trace(
+    kept: torch.Tensor, as_buffer: bool
+) -> None:
+    """As the observers of quantization: the very first forward leaves the same numbers."""
+    layer, plain = (Observer(kept.clone(), as_buffer=as_buffer) for _ in range(2))
+    buffers = Buffers([layer])
+    for values in ((0.0, 0.0, 0.0), (0.0, 2.0, 3.0), (4.0, 5.0, 5.0)):
+        first, second = run_twice(layer, buffers, values)
+        assert first == second == [plain(value) for value in values]
+
+
+class Late(nn.Module):
+    """Keeps its last input from its fifth forward on, in an attribute that is None or not there."""
+
+    count: torch.Tensor
+
+    def __init__(self, size: int, *, declared: bool) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.size = size
+        if declared:
+            self.last: torch.Tensor | None = None
+
+    def forward(self, x: float) -> float:
+        self.count += 1
+        last = getattr(self, "last", None)
+        if self.count >= 5:
+            self.last = torch.full((self.size,), x)
+        return x + (0.0 if last is None else float(last[0]))
+
+
+class Table(nn.Module):
+    """Makes another table in its fifth forward."""
+
+    count: torch.Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.table = torch.ones(size)
+
+    def forward(self, x: float) -> float:
+        self.count += 1
+        if self.count == 5:
+            self.table = self.table * 7
+        return x * float(self.table[0])
+
+
+@pytest.mark.parametrize("size", [1, 1 << 15])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda size: Late(size, declared=True),
+        lambda size: Late(size, declared=False),
+        Table,
+    ],
+)
+def test_an_attribute_that_is_assigned_late_is_as_in_the_first_forward(
+    make: Callable[[int], nn.Module], size: int
+) -> None:
+    layer, plain = make(size), make(size)
+    buffers = Buffers([layer])
+    for values in ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), (7.0, 8.0, 9.0)):
+        first, second = run_twice(layer, buffers, values)
+        assert first == second == [plain(value) for value in values]
