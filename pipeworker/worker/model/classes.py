@@ -59,11 +59,11 @@ def _register_dataclass(kind: Any) -> bool:
     if "__dataclass_params__" not in vars(kind) or issubclass(kind, (nn.Module, torch.Tensor)):
         return False
     own = fields(kind)
-    names = {field.name for field in own if field.init}
-    is_made_of_fields = len(names) == len(own) and names == {*inspect.signature(kind).parameters}
-    if not is_made_of_fields or hasattr(kind, "__post_init__"):
+    if hasattr(kind, "__post_init__") or not all(field.init for field in own):
         return False
     if not any("Tensor" in str(field.type) for field in own):
+        return False
+    if {field.name for field in own} != {*inspect.signature(kind).parameters}:
         return False
     pytree.register_dataclass(kind)
     return True
