@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +14,19 @@ from torch.utils._pytree import register_pytree_node
 
 from support.cut_modules import WIDTH, Whole, assert_same_tensors, mse, pipeline_of, sgd, vectors
 from support.plain_loop import plain
+
+
+def assert_equals_its_own_forward(
+    make: Callable[[], nn.Module], loss: Any, ways: Sequence[tuple[int, str]]
+) -> None:
+    """Compare a module with the plain loop, for numbers of stages and recompute modes."""
+    torch.manual_seed(3)
+    module, batches = make(), list(vectors())
+    expected = plain([Whole(copy.deepcopy(module))], loss, batches, 2, sgd)
+    for stages, mode in ways:
+        trained = pipeline_of(module, batches, loss, stages, mode).train(3)
+        assert trained.losses == expected.losses
+        assert_same_tensors(trained.weights, expected.weights)
 
 
 class Remembering(nn.Module):
@@ -53,12 +66,9 @@ class Registry(UserDict[int, Any]):
 
 @pytest.mark.parametrize("make", [dict, list, Registry])
 def test_a_container_that_layers_fill_holds_what_later_layers_read(make: Any) -> None:
-    torch.manual_seed(3)
-    module, batches = Remembered(make), list(vectors())
-    expected = plain([Whole(copy.deepcopy(module))], mse, batches, 2, sgd)
-    for stages, mode in ((1, "always"), (2, "never"), (3, "always"), (5, "never")):
-        pipeline = pipeline_of(module, batches, mse, stages, mode)
-        assert pipeline.train(3).losses == expected.losses
+    assert_equals_its_own_forward(
+        lambda: Remembered(make), mse, ((1, "always"), (2, "never"), (3, "always"), (5, "never"))
+    )
 
 
 class Ordered(nn.Module):
@@ -91,12 +101,7 @@ def first(output: Any, target: torch.Tensor) -> Any:
 
 
 def test_a_returned_dict_keeps_the_order_of_its_keys() -> None:
-    torch.manual_seed(3)
-    module, batches = Ordered(), list(vectors())
-    expected = plain([Whole(copy.deepcopy(module))], first, batches, 2, sgd)
-    for stages in (1, 2, 3):
-        pipeline = pipeline_of(module, batches, first, stages, "never")
-        assert pipeline.train(3).losses == expected.losses
+    assert_equals_its_own_forward(Ordered, first, ((1, "never"), (2, "never"), (3, "never")))
 
 
 class Exchanging(nn.Module):
@@ -123,13 +128,7 @@ class Exchange(nn.Module):
 
 
 def test_a_layer_may_replace_what_a_list_holds() -> None:
-    torch.manual_seed(3)
-    module, batches = Exchanging(), list(vectors())
-    expected = plain([Whole(copy.deepcopy(module))], mse, batches, 2, sgd)
-    for stages, mode in ((1, "always"), (2, "never"), (3, "always")):
-        trained = pipeline_of(module, batches, mse, stages, mode).train(3)
-        assert trained.losses == expected.losses
-        assert_same_tensors(trained.weights, expected.weights)
+    assert_equals_its_own_forward(Exchanging, mse, ((1, "always"), (2, "never"), (3, "always")))
 
 
 class Outputs(NamedTuple):
@@ -158,10 +157,6 @@ def all_outputs(output: Outputs, target: torch.Tensor) -> Any:
 
 
 def test_outputs_of_several_stages_are_returned_in_a_named_tuple() -> None:
-    torch.manual_seed(3)
-    module, batches = Auxiliary(), list(vectors())
-    expected = plain([Whole(copy.deepcopy(module))], all_outputs, batches, 2, sgd)
-    for stages, mode in ((1, "never"), (2, "always"), (4, "never")):
-        trained = pipeline_of(module, batches, all_outputs, stages, mode).train(3)
-        assert trained.losses == expected.losses
-        assert_same_tensors(trained.weights, expected.weights)
+    assert_equals_its_own_forward(
+        Auxiliary, all_outputs, ((1, "never"), (2, "always"), (4, "never"))
+    )
