@@ -14,11 +14,11 @@ from pipeworker.host.task_thread import TaskThread
 from pipeworker.worker.device.accelerator import accelerator_for
 from pipeworker.worker.device.numerics import before_start, deterministic_mode
 from pipeworker.worker.transport.channel import Receiver, Sender
-from support.compare import assert_same, plain_loop
-from support.jobs import Jobs, Record, ended, steps_of, until
-from support.mapped import between_processes
-from support.sources import DROPOUT_JOB, JOB
-from support.transport import MemoryLink
+from support.devices.mapped import between_processes
+from support.in_process.transport import MemoryLink
+from support.real_jobs.compare import assert_same, plain_loop
+from support.real_jobs.jobs import Jobs, Record, ended, steps_of, until
+from support.real_jobs.sources import DROPOUT_JOB, JOB
 
 _FOUND = torch.accelerator.current_accelerator(check_available=True)
 DEVICE = "" if _FOUND is None else _FOUND.type

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from pipeworker.errors import AGAIN
-from support.compare import assert_same
-from support.hosts import CABLES, Host, ip
-from support.interpreter import PRELOAD
-from support.jobs import Jobs, Process, Run, ended, processes_of, until
-from support.pretend import VARIABLE as PRETEND
+from support.clusters.hosts import CABLES, Host, ip
+from support.processes.interpreter import PRELOAD
+from support.processes.pretend import VARIABLE as PRETEND
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs, Process, Run, ended, processes_of, until
+from support.real_jobs.sources import CALM, JOB
+from support.real_jobs.torchrun import TOKEN, Torchrun
 from support.slow import slow
-from support.sources import CALM, JOB
-from support.torchrun import TOKEN, Torchrun
 
 pytestmark = pytest.mark.root
 WORDS = ("--microbatches", "4", "--steps", "3")
@@ -59,9 +59,9 @@ def other(how: str) -> Mapping[str, str]:
     """Return the environment of a host that pretends to differ.
 
     Args:
-        how: see :mod:`support.pretend`.
+        how: see :mod:`support.processes.pretend`.
     """
-    return {PRELOAD: "support.pretend", PRETEND: how}
+    return {PRELOAD: "support.processes.pretend", PRETEND: how}
 
 
 def expect_error(

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import pipeworker
-from support.jobs import Jobs
-from support.kubectl import STORE
+from support.clusters.kubectl import STORE
+from support.real_jobs.jobs import Jobs
+from support.real_jobs.sources import JOB
 from support.slow import slow
-from support.sources import JOB
 
 pytestmark = slow
 PATCHES = Path(pipeworker.__file__).parents[1] / "deploy" / "kubernetes" / "patches"
@@ -25,7 +25,8 @@ def cluster(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = jobs.folder / "bin" / "kubectl"
     program.parent.mkdir()
     tests = Path(__file__).parents[1]
-    code = f"import sys; sys.path.insert(0, {str(tests)!r}); import support.kubectl as k; k.main()"
+    path = f"import sys; sys.path.insert(0, {str(tests)!r})"
+    code = f"{path}; from support.clusters import kubectl; kubectl.main()"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}" "$@"\n')
     program.chmod(0o755)
     jobs.write(JOB, "train.py")

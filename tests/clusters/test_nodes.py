@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from pipeworker.wire.keys import TOKEN_VARIABLE
-from support.compare import assert_same
-from support.jobs import Jobs, Record, Reference, steps_of, until
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs, Record, Reference, steps_of, until
+from support.real_jobs.sources import CALM, DROPOUT_JOB, JOB
+from support.real_jobs.torchrun import Started, Torchrun
 from support.slow import slow
-from support.sources import CALM, DROPOUT_JOB, JOB
-from support.torchrun import Started, Torchrun
 
 LOCAL = ("--microbatches", "4", "--steps", "4", "--clip-grad-norm", "0.5")
 PLACED = """

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from support.compare import assert_same
-from support.jobs import Jobs, Reference, ended, steps_of, until
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs, Reference, ended, steps_of, until
+from support.real_jobs.sources import JOB
 from support.slow import slow
-from support.sources import JOB
 
 SLOW = JOB.replace("            x =", "            time.sleep(0.2)\n            x =").replace(
     "import torch\n", "import time\n    import torch\n", 1

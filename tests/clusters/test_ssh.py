@@ -16,14 +16,23 @@ import pytest
 
 from launcher.engines import ssh
 from pipeworker.errors import PipeworkerError
-from support.compare import assert_same
-from support.forked import Server
-from support.hosts import Host as Namespace
-from support.hosts import two_hosts
-from support.jobs import Jobs, Process, Record, Reference, ended, processes_of, steps_of, until
+from support.clusters.hosts import Host as Namespace
+from support.clusters.hosts import two_hosts
+from support.clusters.sshd import Sshd, servers
+from support.processes.forked import Server
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import (
+    Jobs,
+    Process,
+    Record,
+    Reference,
+    ended,
+    processes_of,
+    steps_of,
+    until,
+)
+from support.real_jobs.sources import DIES, DROPOUT_JOB, gated
 from support.slow import slow
-from support.sources import DIES, DROPOUT_JOB, gated
-from support.sshd import Sshd, servers
 
 WORDS = ("--stages", "3", "--microbatches", "4", "--steps", "8")
 GOES_ON = DROPOUT_JOB.replace("for _ in range(5)", "while True")

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from support.compare import assert_same
-from support.hosts import ADDRESSES, Host
-from support.jobs import Jobs, Record, Reference, pids_of, processes_of, until
-from support.neighbours import IMPORTS, PRINTED, write_neighbours
+from support.clusters.hosts import ADDRESSES, Host
+from support.processes.neighbours import IMPORTS, PRINTED, write_neighbours
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs, Record, Reference, pids_of, processes_of, until
+from support.real_jobs.sources import CALM, DIES, DROPOUT_JOB, JOB, LOADER, SLEEPERS
+from support.real_jobs.torchrun import TOKEN, Torchrun
 from support.slow import slow
-from support.sources import CALM, DIES, DROPOUT_JOB, JOB, LOADER, SLEEPERS
-from support.torchrun import TOKEN, Torchrun
 
 LOCAL = ("--microbatches", "4", "--steps", "4", "--clip-grad-norm", "0.5")
 ENDLESS = ("--microbatches", "4", "--steps", "1000000")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from support.jobs import Jobs, ended, pids_of, until
-from support.sources import JOB
-from support.terminal import Terminal
+from support.processes.terminal import Terminal
+from support.real_jobs.jobs import Jobs, ended, pids_of, until
+from support.real_jobs.sources import JOB
 
 PARSES = JOB.replace(
     "def model",

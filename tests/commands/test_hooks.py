@@ -8,12 +8,12 @@ import shutil
 import signal
 from pathlib import Path
 
-from support.compare import assert_same
-from support.jobs import Jobs, Reference, pids_of, processes_of, until
-from support.ranks import Scripts, script
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs, Reference, pids_of, processes_of, until
+from support.real_jobs.ranks import Scripts, script
+from support.real_jobs.sources import DIES, JOB
+from support.real_jobs.torchrun import Torchrun
 from support.slow import slow
-from support.sources import DIES, JOB
-from support.torchrun import Torchrun
 
 SEEN = """
     def seen(text):

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from pipeworker.wire.keys import new_token
-from support.jobs import Jobs, Run, ended, processes_of, steps_of, until
-from support.neighbours import IMPORTS, PRINTED, write_neighbours
+from support.processes.neighbours import IMPORTS, PRINTED, write_neighbours
+from support.real_jobs.jobs import Jobs, Run, ended, processes_of, steps_of, until
+from support.real_jobs.sources import JOB, gated
 from support.slow import slow
-from support.sources import JOB, gated
 
 TOKEN = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 NEEDED = {"torch._dynamo", "pipeworker.worker.worker"}

@@ -17,9 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from pipeworker.errors import UsageError
 from pipeworker.job import options
 from pipeworker.runs.begin import RunRequest
-from support.jobs import Jobs, until
+from support.real_jobs.jobs import Jobs, until
+from support.real_jobs.sources import JOB
 from support.slow import slow
-from support.sources import JOB
 
 ROOT = Path(__file__).parents[2]
 EVALUATION = """

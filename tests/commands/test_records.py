@@ -21,9 +21,9 @@ import cli
 from pipeworker.runs import show
 from pipeworker.runs.begin import RunRequest
 from pipeworker.runs.info import Run
-from support.jobs import Jobs, until
+from support.real_jobs.jobs import Jobs, until
+from support.real_jobs.sources import JOB
 from support.slow import slow
-from support.sources import JOB
 
 SOURCE = (
     JOB

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from pipeworker.display.text import number
-from support.jobs import Jobs, Record, until
-from support.sources import CALM, JOB, gated
-from support.terminal import Terminal
+from support.processes.terminal import Terminal
+from support.real_jobs.jobs import Jobs, Record, until
+from support.real_jobs.sources import CALM, JOB, gated
 
 GATED = gated(JOB, when="_ == 3")
 """Step 4 cannot be read, and so step 3 cannot end, before the test allows it."""

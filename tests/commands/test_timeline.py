@@ -22,12 +22,12 @@ from pipeworker.trace.clocks import aligned
 from pipeworker.trace.recorder import EVALUATION, SAVE, UPDATE, seconds
 from pipeworker.trace.ring import Ring
 from pipeworker.trace.timeline import read_timeline
-from support.hosts import Host
-from support.jobs import Jobs, Run, processes_of, steps_of, until
-from support.ranks import Scripts, script
+from support.clusters.hosts import Host
+from support.real_jobs.jobs import Jobs, Run, processes_of, steps_of, until
+from support.real_jobs.ranks import Scripts, script
+from support.real_jobs.sources import JOB
+from support.real_jobs.torchrun import TOKEN, Torchrun
 from support.slow import slow
-from support.sources import JOB
-from support.torchrun import TOKEN, Torchrun
 
 EVALUATED = (
     JOB

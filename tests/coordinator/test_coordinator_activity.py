@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeworker.facts.position import Phase, Position
 from pipeworker.wire.lines import Activity
 from pipeworker.wire.messages.presence import Heartbeat
-from support.coordinator import ScriptedJob, of
+from support.pure.coordinator import ScriptedJob, of
 
 MIB = 1 << 20
 

@@ -12,7 +12,7 @@ from pipeworker.facts.connections import Borrowed, Cached, Existing, SharedBuffe
 from pipeworker.facts.failure import Cause
 from pipeworker.plan.actions import COMPUTE, Kind
 from pipeworker.wire.messages.plan import Described, Plan, StageRange
-from support.coordinator import BATCH, LAYERS, ScriptedJob, ready_of, sent_to
+from support.pure.coordinator import BATCH, LAYERS, ScriptedJob, ready_of, sent_to
 
 
 def test_a_specified_balance_is_used() -> None:

@@ -12,7 +12,7 @@ from pipeworker.errors import ProtocolError
 from pipeworker.wire import codec
 from pipeworker.wire.messages.plan import Described, Source
 from pipeworker.wire.messages.presence import Abort, Hello
-from support.coordinator import LAYERS, ScriptedJob, of, replaceable_job
+from support.pure.coordinator import LAYERS, ScriptedJob, of, replaceable_job
 
 OURS = ("pipeworker 0.1.0", "torch 2.13.0", "Python 3.11")
 OLD = ("pipeworker 0.1.0", "torch 2.12.1", "Python 3.11")

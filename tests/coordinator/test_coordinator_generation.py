@@ -26,7 +26,7 @@ from pipeworker.wire.messages.plan import Described, Ready
 from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Hello
 from pipeworker.wire.messages.profile import Measured
 from pipeworker.wire.messages.step import Call, CallKind, EvaluationDone, StepDone, Upcoming, Update
-from support.coordinator import (
+from support.pure.coordinator import (
     BATCH,
     LAYERS,
     PATIENCE,

@@ -27,8 +27,8 @@ from pipeworker.wire.messages.plan import Built, Described, Plan, Ready, StageRa
 from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Hello, Welcome
 from pipeworker.wire.messages.step import RunStep, StepDone, Update
 from pipeworker.wire.messages.store import StoreOperation, StoreReply, StoreRequest
-from support.coordinator import BATCH, LAYERS, NOWHERE, ScriptedJob, commit, ends, of, sent_to
-from support.orders import build
+from support.pure.coordinator import BATCH, LAYERS, NOWHERE, ScriptedJob, commit, ends, of, sent_to
+from support.pure.orders import build
 
 
 def test_a_job_from_start_to_end() -> None:

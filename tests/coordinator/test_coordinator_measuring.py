@@ -19,9 +19,9 @@ from pipeworker.wire.lines import Restart, Warned
 from pipeworker.wire.messages.plan import Described, Plan
 from pipeworker.wire.messages.presence import Abort, Failed
 from pipeworker.wire.messages.profile import Measure, Measured
-from support.coordinator import LAYERS, MACHINE, ScriptedJob, of
-from support.coordinator import OUTLINE as JOB_OUTLINE
-from support.measured_job import facts, measure, measured_job
+from support.pure.coordinator import LAYERS, MACHINE, ScriptedJob, of
+from support.pure.coordinator import OUTLINE as JOB_OUTLINE
+from support.pure.measured_job import facts, measure, measured_job
 
 PLACEMENT = Placement.identity(3)
 CPU = Machine("a processor", "", 3000, 50)

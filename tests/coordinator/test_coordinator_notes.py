@@ -18,8 +18,8 @@ from pipeworker.wire.messages.checkpoint import Restore
 from pipeworker.wire.messages.plan import Built, Described, Ready
 from pipeworker.wire.messages.presence import Heartbeat
 from pipeworker.wire.messages.step import CallKind
-from support.coordinator import BATCH, LAYERS, ScriptedJob, of
-from support.orders import build
+from support.pure.coordinator import BATCH, LAYERS, ScriptedJob, of
+from support.pure.orders import build
 
 FEW = dataclasses.replace(BATCH, samples=3, microbatches=3)
 SAID = (

@@ -21,7 +21,7 @@ from pipeworker.wire.lines import Planned
 from pipeworker.wire.messages.plan import Plan, StageRange
 from pipeworker.wire.messages.presence import Failed, Heartbeat, Welcome
 from pipeworker.wire.messages.step import Call, CallKind, Upcoming
-from support.coordinator import (
+from support.pure.coordinator import (
     BATCH,
     LOOPED,
     NOWHERE,
@@ -32,7 +32,7 @@ from support.coordinator import (
     ready_of,
     reply_of,
 )
-from support.orders import build
+from support.pure.orders import build
 
 LAYERS = ("Linear", "ReLU", "Linear", "Tanh", "Linear", "GELU", "Linear", "Softmax")
 

@@ -16,8 +16,8 @@ from pipeworker.facts.failure import Cause
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.wire.lines import Planned, Warned
 from pipeworker.wire.messages.plan import Plan
-from support.coordinator import ScriptedJob, of
-from support.measured_job import facts, measure, measured_job
+from support.pure.coordinator import ScriptedJob, of
+from support.pure.measured_job import facts, measure, measured_job
 
 
 def planned_job(

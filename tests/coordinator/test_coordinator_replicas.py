@@ -27,7 +27,7 @@ from pipeworker.wire.messages.step import (
     Update,
     Wait,
 )
-from support.coordinator import (
+from support.pure.coordinator import (
     BATCH,
     ScriptedJob,
     evaluation_of,

@@ -27,8 +27,8 @@ from pipeworker.wire import lines
 from pipeworker.wire.lines import Configuration, WorkerExited
 from pipeworker.wire.messages.plan import Built, Ready
 from pipeworker.wire.messages.presence import Failed, Hello
-from support.coordinator import BATCH, ScriptedJob, of
-from support.orders import build
+from support.pure.coordinator import BATCH, ScriptedJob, of
+from support.pure.orders import build
 
 FORWARD = Position(Phase.FORWARD, step=7, microbatch=2, layer=3)
 

@@ -17,7 +17,7 @@ from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire.lines import Joined, Planned, Restart, Verdict, Warned
-from support.checkpoints import complete
+from support.in_process.checkpoints import complete
 
 
 def display(out: TextIO, path: Path, error: TextIO | None = None) -> EventDisplay:

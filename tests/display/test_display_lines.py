@@ -23,7 +23,7 @@ from pipeworker.plan.placement import Placement
 from pipeworker.record.metrics.rows import Rows
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire.lines import Activity, Planned, Restart, Verdict, Warned
-from support.jobs import until
+from support.real_jobs.jobs import until
 
 NOWHERE = RunDir(Path("/nowhere"))
 PLANNED = Planned("gpipe", 8, (2, 1), ((0,), (1,)), 0.125)

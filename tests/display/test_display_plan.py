@@ -24,8 +24,8 @@ from pipeworker.plan.placement import Placement
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.schedule import Schedule
 from pipeworker.plan.simulate import Costs, Span, simulate
-from support.makespans import peak_graphs
-from support.orders import build, zero_bubble
+from support.pure.makespans import peak_graphs
+from support.pure.orders import build, zero_bubble
 
 SVG = "{http://www.w3.org/2000/svg}"
 GB = 10**9

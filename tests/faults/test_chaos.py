@@ -17,10 +17,17 @@ import pytest
 
 from pipeworker.plan.actions import Action, Kind
 from pipeworker.record.checkpoint.manifest import file_names
-from support.compare import assert_same
-from support.fault_injection import AT_START, IN_COMMIT, IN_RECOVERY, KILLED, Fault, FaultInjector
-from support.jobs import Jobs
-from support.observed_job import ObservedJob
+from support.faults.fault_injection import (
+    AT_START,
+    IN_COMMIT,
+    IN_RECOVERY,
+    KILLED,
+    Fault,
+    FaultInjector,
+)
+from support.faults.observed_job import ObservedJob
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs
 from support.slow import slow
 
 FAULTS = int(os.environ.get("CHAOS_FAULTS", 0))

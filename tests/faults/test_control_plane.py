@@ -24,11 +24,7 @@ from pipeworker.wire.lines import Bound, Configuration, FromCoordinator, Verdict
 from pipeworker.wire.messages.presence import Failed, Heartbeat, Hello
 from pipeworker.wire.messages.store import StoreOperation, StoreRequest
 from pipeworker.wire.reliable_stream import MAX_UNACKNOWLEDGED, UNNUMBERED, pack
-from support.jobs import Jobs, Record, until
-from support.manual_job import GENERATION, ManualJob
-from support.slow import slow
-from support.sources import JOB
-from support.unauthenticated_peers import (
+from support.faults.unauthenticated_peers import (
     SilentConnections,
     descriptor_limit,
     forged_messages,
@@ -37,6 +33,10 @@ from support.unauthenticated_peers import (
     peers_without_key,
     send_random_bytes,
 )
+from support.real_jobs.jobs import Jobs, Record, until
+from support.real_jobs.manual_job import GENERATION, ManualJob
+from support.real_jobs.sources import JOB
+from support.slow import slow
 
 SLOW_JOB = (
     JOB.replace(

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import pipeworker
-from support.jobs import Jobs, Run
+from support.real_jobs.jobs import Jobs, Run
+from support.real_jobs.sources import JOB
 from support.slow import slow
-from support.sources import JOB
 
 HOME = Path(pipeworker.__file__).parents[1]
 OURS = tuple(f"{HOME / room}{os.sep}" for room in ("pipeworker", "launcher"))

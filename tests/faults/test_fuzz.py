@@ -19,15 +19,22 @@ from typing import Any
 import pytest
 
 from pipeworker.record.checkpoint.manifest import file_names
-from support.compare import assert_identical
-from support.drawn_job import DrawnJob, draw_job
-from support.fault_injection import AT_START, IN_COMMIT, IN_RECOVERY, TIMEOUT, Fault, FaultInjector
-from support.jobs import Jobs, Record, Run, steps_of, until
-from support.observed_job import ObservedJob
-from support.ranks import Ranks, Scripts
+from support.faults.fault_injection import (
+    AT_START,
+    IN_COMMIT,
+    IN_RECOVERY,
+    TIMEOUT,
+    Fault,
+    FaultInjector,
+)
+from support.faults.observed_job import ObservedJob
+from support.real_jobs.compare import assert_identical
+from support.real_jobs.drawn_job import DrawnJob, draw_job
+from support.real_jobs.jobs import Jobs, Record, Run, steps_of, until
+from support.real_jobs.ranks import Ranks, Scripts
+from support.real_jobs.sources import JOB
+from support.real_jobs.torchrun import Started, Torchrun
 from support.slow import slow
-from support.sources import JOB
-from support.torchrun import Started, Torchrun
 
 CASES = int(os.environ.get("FUZZ_CASES", 0))
 SEED = int(os.environ.get("FUZZ_SEED", 0))

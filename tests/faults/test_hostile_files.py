@@ -36,7 +36,7 @@ from pipeworker.record.rundir import RunDir
 from pipeworker.record.weights.initial_weights import InitialWeights
 from pipeworker.runs.begin import PreparedRun
 from pipeworker.wire.lines import Verdict
-from support.checkpoints import part, save_worker_files
+from support.in_process.checkpoints import part, save_worker_files
 
 RUN = RunDir(Path("runs/run"))
 SAVED = RUN.checkpoints.at(2)

@@ -16,11 +16,11 @@ import pytest
 from pipeworker.errors import UsageError
 from pipeworker.runs.begin import RunRequest
 from pipeworker.timings import DEFAULT
-from support.jobs import Jobs, Record, cpu_seconds, processes_of, steps_of, until
-from support.live import SECONDS, Live, left_in
+from support.processes.terminal import Terminal
+from support.real_jobs.jobs import Jobs, Record, cpu_seconds, processes_of, steps_of, until
+from support.real_jobs.live import SECONDS, Live, left_in
+from support.real_jobs.sources import JOB, LOADER, SLEEPERS
 from support.slow import slow
-from support.sources import JOB, LOADER, SLEEPERS
-from support.terminal import Terminal
 
 STUCK = JOB.replace(
     "def model",

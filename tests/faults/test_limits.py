@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from support.compare import assert_same
-from support.jobs import Jobs, Reference, ended, processes_of, until
-from support.limits import cgroup
+from support.processes.limits import cgroup
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs, Reference, ended, processes_of, until
+from support.real_jobs.sources import JOB, gated
 from support.slow import slow
-from support.sources import JOB, gated
 
 LARGE = JOB.replace(
     "nn.Linear(16, 16)",

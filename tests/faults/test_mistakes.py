@@ -20,7 +20,7 @@ from launcher.local import default_stages
 from pipeworker.errors import UsageError
 from pipeworker.runs.begin import RunRequest
 from pipeworker.wire.lines import Verdict
-from support.sources import JOB
+from support.real_jobs.sources import JOB
 
 
 def launch(folder: Path, *words: str) -> Result:

@@ -48,8 +48,8 @@ from pipeworker.worker.transport.channel import Receiver
 from pipeworker.worker.transport.layout import Layout, buffer_for, unpack
 from pipeworker.worker.transport.links import mapped
 from pipeworker.worker.transport.structure import TypeRegistry
-from support.mutations import jsons, msgpacked, texts
-from support.transport import FORTH, MemoryLink, connect_all
+from support.faults.mutations import jsons, msgpacked, texts
+from support.in_process.transport import FORTH, MemoryLink, connect_all
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "left right")

@@ -22,10 +22,10 @@ import pytest
 from pipeworker.errors import UsageError
 from pipeworker.ranks import rank_info
 from pipeworker.timings import DEFAULT
-from support.jobs import COMMAND, Jobs, Run, cpu_seconds, processes_of, until
-from support.nanobind import without_reports
+from support.processes.nanobind import without_reports
+from support.real_jobs.jobs import COMMAND, Jobs, Run, cpu_seconds, processes_of, until
+from support.real_jobs.sources import JOB
 from support.slow import slow
-from support.sources import JOB
 
 WORDS = ("--stages", "2", "--microbatches", "2")
 FULL = Path("/dev/full")

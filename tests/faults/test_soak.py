@@ -26,18 +26,18 @@ import zmq
 
 from pipeworker.job.options import Options
 from pipeworker.wire import sockets
-from support.compare import assert_same
-from support.jobs import Jobs, Record, until
-from support.manual_job import ManualJob
-from support.memory import resident
-from support.proxy import Proxy
-from support.slow import slow
-from support.unauthenticated_peers import (
+from support.faults.unauthenticated_peers import (
     SilentConnections,
     invalid_frames,
     peers_without_key,
     send_random_bytes,
 )
+from support.processes.memory import resident
+from support.processes.proxy import Proxy
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs, Record, until
+from support.real_jobs.manual_job import ManualJob
+from support.slow import slow
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", 0))
 SEED = int(os.environ.get("SOAK_SEED", 0))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from pipeworker.timings import VARIABLE
-from support.compare import assert_same
-from support.jobs import Jobs, ended, until
+from support.faults.unauthenticated_peers import UnauthenticatedPeers, listening
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs, ended, until
+from support.real_jobs.sources import JOB
 from support.slow import slow
-from support.sources import JOB
-from support.unauthenticated_peers import UnauthenticatedPeers, listening
 
 AWAITED = (
     JOB

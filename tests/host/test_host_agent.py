@@ -9,7 +9,7 @@ import sys
 
 from pipeworker.host.agent import unreachable_reason
 from pipeworker.wire.lines import Fork
-from support.jobs import Jobs
+from support.real_jobs.jobs import Jobs
 
 
 def request(endpoint: str, generation: int = 1, local_rank: int = 0) -> Fork:

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from pipeworker.host.descriptors import check_available
-from support.limits import cgroup
+from support.processes.limits import cgroup
 
 OPENS = """
 import os, resource

@@ -13,7 +13,7 @@ from pipeworker.host.line_process import LineProcess
 from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire.lines import FromHooks, ToHooks, Verdict, Warned
-from support.jobs import until
+from support.real_jobs.jobs import until
 
 MISTAKE = Verdict("failed", UsageError.exit_status, 0, 0.0, (), 0.0, "wrong")
 

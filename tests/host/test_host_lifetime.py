@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeworker.host import lifetime
-from support.jobs import until
+from support.real_jobs.jobs import until
 
 CHILD = """
 import os, sys

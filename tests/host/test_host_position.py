@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipeworker.facts.position import Phase, Position
 from pipeworker.host.position import Tracker
-from support.jobs import Jobs
+from support.real_jobs.jobs import Jobs
 
 number = st.integers(-1, 2**62)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.jobs import processes_of, until
+from support.real_jobs.jobs import processes_of, until
 
 AGENT = """
 import os, subprocess, sys, time

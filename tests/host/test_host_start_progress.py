@@ -12,7 +12,7 @@ import pytest
 
 from pipeworker.host.start_progress import reported_progress
 from pipeworker.timings import VARIABLE
-from support.jobs import until
+from support.real_jobs.jobs import until
 
 HANGS = """
 import fcntl, os, sys

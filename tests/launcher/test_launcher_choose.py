@@ -16,7 +16,7 @@ from launcher import choose
 from launcher.options import JOB_PARAMETERS
 from pipeworker.errors import UsageError
 from pipeworker.runs.begin import RunRequest
-from support.sources import JOB
+from support.real_jobs.sources import JOB
 
 
 def options_of(*line: str, **defaults: object) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from pipeworker.runs import show
 from pipeworker.runs.begin import RunRequest
 from pipeworker.timings import VARIABLE
 from pipeworker.wire.keys import TOKEN_VARIABLE
-from support.launcher import Launch, launcher, project, refused, run
+from support.real_jobs.launcher import Launch, launcher, project, refused, run
 
 launch = pytest.fixture(launcher)
 

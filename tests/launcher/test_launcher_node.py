@@ -21,11 +21,11 @@ from launcher.engines.pod import RUNS
 from launcher.node import status_of, torchrun_options
 from launcher.spec import JobSpec
 from pipeworker.errors import AGAIN
-from support.compare import assert_same
-from support.jobs import Jobs, Process, Record, processes_of, steps_of, until
-from support.ports import reserve_port
+from support.processes.ports import reserve_port
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs, Process, Record, processes_of, steps_of, until
+from support.real_jobs.sources import CALM, DIES, JOB
 from support.slow import slow
-from support.sources import CALM, DIES, JOB
 
 WORDS = ("--microbatches", "4", "--checkpoint-every", "1", "--checkpoint-busy", "wait")
 

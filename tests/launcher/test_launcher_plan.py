@@ -16,7 +16,7 @@ from launcher.options import LAUNCH_PARAMETERS
 from launcher.plan import plan
 from pipeworker.plan.orders import ORDERS
 from pipeworker.runs.schedule_file import read_schedule
-from support.orders import build
+from support.pure.orders import build
 
 
 def run(*words: str, color: bool = False) -> Result:

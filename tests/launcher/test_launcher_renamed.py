@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import cli
-from support.launcher import Launch, launcher, refused, run
+from support.real_jobs.launcher import Launch, launcher, refused, run
 
 launch = pytest.fixture(launcher)
 

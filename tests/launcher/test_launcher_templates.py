@@ -19,7 +19,7 @@ from torch import nn
 import cli
 from launcher.templates import EXAMPLES
 from pipeworker.job import file as job_file
-from support.jobs import COMMAND, Jobs
+from support.real_jobs.jobs import COMMAND, Jobs
 from support.slow import slow
 
 STEPS = {"mlp": 60, "cnn": 30, "transformer": 20, "unet": 20, "finetune": 20}

@@ -15,7 +15,7 @@ from pipeworker.errors import InUse, RendezvousError, UsageError
 from pipeworker.ranks.rank_info import RankInfo
 from pipeworker.runs.begin import PreparedRun, RunRequest
 from pipeworker.wire.lines import Verdict
-from support.jobs import until
+from support.real_jobs.jobs import until
 
 
 def test_torchrun_never_reads_half_an_error(

@@ -10,9 +10,9 @@ from statistics import median
 import pytest
 import torch
 
-from support.compare import assert_same, plain_loop
-from support.jobs import Jobs, Record, ended, steps_of, until
-from support.ranks import LOOP, Scripts, script
+from support.real_jobs.compare import assert_same, plain_loop
+from support.real_jobs.jobs import Jobs, Record, ended, steps_of, until
+from support.real_jobs.ranks import LOOP, Scripts, script
 from support.slow import slow
 
 MODULE = """

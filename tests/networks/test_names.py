@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from support.compare import assert_same
-from support.jobs import Jobs
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs
 
 LAYERS = """
     import torch

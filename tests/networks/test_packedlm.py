@@ -9,7 +9,7 @@ import torch
 
 from pipeworker.record.checkpoint.checkpoint import Checkpoint
 from pipeworker.record.rundir import find_checkpoint
-from support.jobs import Jobs
+from support.real_jobs.jobs import Jobs
 
 pytest.importorskip("tokenizers")
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "packedlm.py")

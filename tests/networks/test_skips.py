@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from support.compare import assert_same, plain_loop
-from support.jobs import Jobs
+from support.real_jobs.compare import assert_same, plain_loop
+from support.real_jobs.jobs import Jobs
 from support.slow import slow
 
 UNET = """

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.jobs import Jobs, Run
+from support.real_jobs.jobs import Jobs, Run
 from support.slow import slow
 
 EAGER = """

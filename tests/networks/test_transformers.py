@@ -18,10 +18,10 @@ from pipeworker.plan.placement import Placement
 from pipeworker.worker.model.classes import classes_of
 from pipeworker.worker.stage.cut.part import Cut, plan_of
 from pipeworker.worker.transport.structure import TypeRegistry
-from support.compare import assert_same
-from support.jobs import Jobs
-from support.pipelines import MODES, Pipeline, filled
-from support.plain_loop import plain
+from support.in_process.pipelines import MODES, Pipeline, filled
+from support.in_process.plain_loop import plain
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs
 
 transformers = pytest.importorskip("transformers")
 WORDS = 61

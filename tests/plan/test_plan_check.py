@@ -15,7 +15,7 @@ from pipeworker.plan.connect import connect
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.schedule import CHANNEL_CAPACITY, Pairs, Schedule
 from pipeworker.plan.text import parse
-from support.orders import build, fill_drain
+from support.pure.orders import build, fill_drain
 
 GRID = [(k, m) for k in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 7, 16, 32)]
 """Stages and micro-batches, fewer micro-batches than stages included."""

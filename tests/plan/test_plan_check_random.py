@@ -19,8 +19,8 @@ from pipeworker.plan.schedule import Schedule
 from pipeworker.plan.simulate import simulate
 from pipeworker.plan.text import parse
 from support.draws import draws
-from support.orders import Which
-from support.reference_checker import Illegal, check_slowly
+from support.pure.orders import Which
+from support.pure.reference_checker import Illegal, check_slowly
 
 PLACEMENTS = [
     *(Placement.identity(stages) for stages in (1, 2, 3, 4)),

@@ -12,7 +12,7 @@ from pipeworker.plan.connect import connect, forward_only, lags
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.schedule import Pairs
 from pipeworker.plan.simulate import simulate
-from support.orders import fill_drain
+from support.pure.orders import fill_drain
 
 V = Placement(((0, 3), (1, 2)))
 

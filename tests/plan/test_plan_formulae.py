@@ -16,7 +16,7 @@ from pipeworker.plan.check import check
 from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.recompute import RECOMPUTE_MODES
 from support.draws import draws
-from support.makespans import checked, makespan, peak_graphs
+from support.pure.makespans import checked, makespan, peak_graphs
 
 SHAPES = [(1, 1), (1, 5), (2, 1), (3, 2), (3, 4), (4, 4), (4, 8), (5, 23), (8, 9), (8, 32)]
 PRICES = [(1, 1, 1), (1, 1, 0), (2, 3, 2), (1, 2, 1)]

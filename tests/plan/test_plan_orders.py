@@ -16,7 +16,7 @@ from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import RECOMPUTE_MODES, recomputed
 from pipeworker.plan.schedule import Schedule, edges
-from support.orders import build, fill_drain
+from support.pure.orders import build, fill_drain
 
 
 def text(schedule: Schedule) -> str:

@@ -9,7 +9,7 @@ from pipeworker.plan.actions import format_actions, parse_actions
 from pipeworker.plan.check import check
 from pipeworker.plan.recompute import with_fetches
 from pipeworker.plan.text import parse
-from support.orders import build
+from support.pure.orders import build
 
 
 @pytest.mark.parametrize(

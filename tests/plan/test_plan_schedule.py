@@ -14,7 +14,7 @@ from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import RECOMPUTE_MODES, recomputed
 from pipeworker.plan.schedule import Pairs, Schedule, edges
 from pipeworker.plan.text import parse
-from support.orders import build, fill_drain
+from support.pure.orders import build, fill_drain
 
 PLACEMENTS = [
     Placement.identity(1),

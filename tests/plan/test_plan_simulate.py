@@ -20,7 +20,7 @@ from pipeworker.plan.placement import Placement
 from pipeworker.plan.schedule import Schedule, is_bounded
 from pipeworker.plan.simulate import END, FULL, Costs, Timing, simulate, timeline
 from pipeworker.plan.text import parse
-from support.orders import build, fill_drain
+from support.pure.orders import build, fill_drain
 from support.slow import slow
 
 GRID = [(k, m) for k in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 7, 16, 32)]

@@ -14,7 +14,7 @@ from pipeworker.plan.schedule import Schedule, edges
 from pipeworker.plan.simulate import simulate
 from pipeworker.plan.skips import between_stages, match, pairs
 from pipeworker.plan.text import parse
-from support.orders import build
+from support.pure.orders import build
 
 CLASSES = ("A", "B", "C", "D")
 PAIRS = ((0, 1), (0, 3), (1, 2))

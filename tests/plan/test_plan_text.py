@@ -17,7 +17,7 @@ from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import RECOMPUTE_MODES
 from pipeworker.plan.schedule import Schedule
 from pipeworker.plan.text import format_compute, is_text, name_of, parse
-from support.orders import build, legal
+from support.pure.orders import build, legal
 
 MINE = """\
 # fills with two micro-batches

@@ -13,7 +13,7 @@ from pipeworker.plan.actions import parse_actions
 from pipeworker.plan.check import check
 from pipeworker.plan.text import parse
 from pipeworker.plan.ties import check_declared, declared, pairs, placed
-from support.orders import build
+from support.pure.orders import build
 
 RANGES = [(0, 2), (2, 4), (4, 5)]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from support.compare import assert_same
-from support.jobs import Jobs, Run
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs, Run
 from support.slow import slow
 
 pytestmark = pytest.mark.usefixtures("users_defaults")

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from support.jobs import Jobs, until
+from support.real_jobs.jobs import Jobs, until
+from support.real_jobs.sources import JOB, VARIED
 from support.slow import slow
-from support.sources import JOB, VARIED
 
 PROMISED = {
     *("schedule", "stages", "step_seconds", "samples_per_second", "bubble", "alternatives"),

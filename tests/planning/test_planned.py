@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from support.compare import assert_same
-from support.jobs import Jobs, Run
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs, Run
+from support.real_jobs.torchrun import Torchrun
 from support.slow import slow
-from support.torchrun import Torchrun
 
 pytestmark = pytest.mark.usefixtures("users_defaults")
 

@@ -11,10 +11,10 @@ import pytest
 
 from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
-from support.compare import assert_same
-from support.jobs import Jobs, Reference
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs, Reference
+from support.real_jobs.sources import DIES, JOB
 from support.slow import slow
-from support.sources import DIES, JOB
 
 WORDS = ("--stages", "2", "--microbatches", "2", "--recompute", "never")
 

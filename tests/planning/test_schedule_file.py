@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from support.compare import assert_same
-from support.jobs import Jobs, Record
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs, Record
 from support.slow import slow
 
 RAGGED = """

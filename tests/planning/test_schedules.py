@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from support.compare import assert_same
-from support.jobs import Jobs, Record, Reference, Run
-from support.ranks import LOOP, Scripts, script
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs, Record, Reference, Run
+from support.real_jobs.ranks import LOOP, Scripts, script
+from support.real_jobs.sources import VARIED, VARIED_WORDS
 from support.slow import slow
-from support.sources import VARIED, VARIED_WORDS
 
 TRAIN = """
     pipeworker.train(

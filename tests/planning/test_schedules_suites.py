@@ -10,11 +10,11 @@ import os
 import pytest
 
 from pipeworker.plan.orders import ORDERS
-from support.compare import assert_same
-from support.jobs import Jobs, Record, Reference, Run
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs, Record, Reference, Run
+from support.real_jobs.sources import VARIED, VARIED_WORDS
+from support.real_jobs.torchrun import Torchrun
 from support.slow import slow
-from support.sources import VARIED, VARIED_WORDS
-from support.torchrun import Torchrun
 
 DIES = VARIED.replace(
     """        def forward(self, x):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from support.compare import assert_same
-from support.jobs import Jobs, Record, Reference, ended, steps_of, until
-from support.sources import CALM
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs, Record, Reference, ended, steps_of, until
+from support.real_jobs.sources import CALM
 
 STEPS = ("--steps", "40", "--microbatches", "4")
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import cli
-from support.jobs import Jobs, Run
+from support.real_jobs.jobs import Jobs, Run
 
 # Buffers, two entries of a module that share memory, and entries of other types than floating.
 SOURCE = """

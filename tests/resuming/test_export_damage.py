@@ -23,8 +23,8 @@ from torch import nn
 import cli
 from pipeworker.errors import UsageError
 from pipeworker.record.weights.export import export_weights
-from support.exports import Hostile, save
-from support.jobs import Jobs
+from support.in_process.exports import Hostile, save
+from support.real_jobs.jobs import Jobs
 
 UNPRIVILEGED = """
 # while they can be read:

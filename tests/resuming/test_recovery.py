@@ -11,10 +11,19 @@ from functools import partial
 import pytest
 
 from pipeworker.plan.actions import Kind, parse_actions
-from support.compare import assert_same
-from support.jobs import Jobs, Record, Reference, ended, pids_of, processes_of, steps_of, until
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import (
+    Jobs,
+    Record,
+    Reference,
+    ended,
+    pids_of,
+    processes_of,
+    steps_of,
+    until,
+)
+from support.real_jobs.sources import CALM, DIES, JOB, gated
 from support.slow import slow
-from support.sources import CALM, DIES, JOB, gated
 
 RESUMED = r"warning: the coordinator was killed; resumed after step \d, .* repeated, in \d+\.\d s"
 WORDS = ("--stages", "3", "--microbatches", "4", "--steps", "7")

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from support.compare import assert_same
-from support.jobs import Jobs, Run, ended, steps_of, until
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs, Run, ended, steps_of, until
+from support.real_jobs.sources import JOB
 from support.slow import slow
-from support.sources import JOB
 
 RICH = """
     import random

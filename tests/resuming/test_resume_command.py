@@ -24,8 +24,8 @@ from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
 from pipeworker.ranks.rank_info import RankInfo
 from pipeworker.runs.begin import PreparedRun, RunRequest
-from support.checkpoints import complete
-from support.resume_command import NEW, RESUME, Command, command_in
+from support.in_process.checkpoints import complete
+from support.real_jobs.resume_command import NEW, RESUME, Command, command_in
 
 command = pytest.fixture(command_in)
 

@@ -11,9 +11,9 @@ from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs.begin import RunRequest
 from pipeworker.wire.lines import Planned
-from support.jobs import Jobs
-from support.ranks import Scripts, script
-from support.sources import JOB
+from support.real_jobs.jobs import Jobs
+from support.real_jobs.ranks import Scripts, script
+from support.real_jobs.sources import JOB
 
 
 def test_warnings_of_a_resume_are_shown(jobs: Jobs, scripts: Scripts) -> None:

@@ -13,8 +13,8 @@ from pipeworker.errors import PipeworkerError
 from pipeworker.record.metrics.formats import CsvTable
 from pipeworker.record.metrics.rows import Rows
 from pipeworker.runs.begin import RunRequest
-from support.jobs import Jobs, ended, pids_of, until
-from support.sources import JOB, gated
+from support.real_jobs.jobs import Jobs, ended, pids_of, until
+from support.real_jobs.sources import JOB, gated
 
 
 def test_a_resumed_run_follows_no_link(jobs: Jobs) -> None:

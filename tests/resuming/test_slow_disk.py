@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pipeworker.record.rundir import RunDir
-from support.jobs import Jobs
-from support.observed_job import ObservedJob
-from support.sources import CALM
+from support.faults.observed_job import ObservedJob
+from support.real_jobs.jobs import Jobs
+from support.real_jobs.sources import CALM
 
 WORDS = ("--stages", "2", "--max-restarts", "0", "--checkpoint-every", "4", "--keep", "1")
 

@@ -23,7 +23,7 @@ from pipeworker.record.run_record import RunRecord, write_summary
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs.begin import RunRequest
 from pipeworker.wire.lines import Verdict
-from support.checkpoints import complete
+from support.in_process.checkpoints import complete
 
 MISTAKE = Verdict("failed", 2, 0, 0.0, (), 0.0, "no", job_exited=True)
 

@@ -21,7 +21,7 @@ from pipeworker.record.rundir import RunDir
 from pipeworker.runs import listing, show
 from pipeworker.runs.info import Run
 from pipeworker.wire.lines import Verdict
-from support.checkpoints import complete as checkpoint
+from support.in_process.checkpoints import complete as checkpoint
 
 PROCESS = {
     "started": "2026-05-04T03:02:01+00:00",

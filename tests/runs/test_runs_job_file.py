@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from support.checkpoints import complete
-from support.resume_command import NEW, RESUME, Command, command_in
+from support.in_process.checkpoints import complete
+from support.real_jobs.resume_command import NEW, RESUME, Command, command_in
 
 command = pytest.fixture(command_in)
 

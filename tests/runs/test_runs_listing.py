@@ -14,7 +14,7 @@ from pipeworker.job.option_parsing import make_options
 from pipeworker.record import run_record
 from pipeworker.record.lock import RunLock
 from pipeworker.record.rundir import RunDir
-from support.checkpoints import complete
+from support.in_process.checkpoints import complete
 
 
 def begin(folder: Path, name: str, losses: list[float], **options: Any) -> RunDir:

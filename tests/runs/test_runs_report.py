@@ -13,8 +13,8 @@ from pipeworker.plan.simulate import Costs
 from pipeworker.record import run_record
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs.report import report
-from support.orders import build
-from support.timelines import lives_of, write_lives
+from support.pure.orders import build
+from support.pure.timelines import lives_of, write_lives
 
 MICROBATCHES = 4
 

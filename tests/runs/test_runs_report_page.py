@@ -21,9 +21,9 @@ from pipeworker.runs.report_page import write_page
 from pipeworker.runs.trace import write_trace
 from pipeworker.wire.lines import Verdict
 from support.browser import BROWSER, Browser
-from support.orders import build
+from support.pure.orders import build
+from support.pure.timelines import lives_of, write_lives
 from support.slow import slow
-from support.timelines import lives_of, write_lives
 
 STEPS = 100_000
 WORKERS, MICROBATCHES = 8, 32

@@ -15,7 +15,7 @@ from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest, file_names
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs import resume
 from pipeworker.runs.resume import ResumePoint
-from support.checkpoints import complete
+from support.in_process.checkpoints import complete
 from support.slow import slow
 
 

@@ -12,7 +12,7 @@ from pipeworker.job.option_parsing import format_option, make_options
 from pipeworker.runs.begin import RunRequest
 from pipeworker.runs.listing import option_text
 from pipeworker.runs.schedule_file import read_schedule
-from support.orders import build
+from support.pure.orders import build
 
 MINE = "mine stages=2 microbatches=2\n0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0 1F1 1B1\n"
 

@@ -10,8 +10,8 @@ import pytest
 import pipeworker
 from launcher.options import LAUNCH_PARAMETERS
 from pipeworker.session.launched import command_words
-from support.jobs import Jobs
-from support.sources import JOB
+from support.real_jobs.jobs import Jobs
+from support.real_jobs.sources import JOB
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pipeworker.runs.info import Run
-from support.jobs import Jobs
-from support.sources import JOB
+from support.real_jobs.jobs import Jobs
+from support.real_jobs.sources import JOB
 
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")

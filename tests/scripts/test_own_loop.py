@@ -7,11 +7,11 @@ import json
 import torch
 from torch import nn
 
-from support.compare import assert_same
-from support.jobs import Jobs, ended
-from support.ranks import LOOP, Scripts, script
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs, ended
+from support.real_jobs.ranks import LOOP, Scripts, script
+from support.real_jobs.sources import DROPOUT, JOB
 from support.slow import slow
-from support.sources import DROPOUT, JOB
 
 
 def test_an_own_loop_equals_launch(jobs: Jobs, scripts: Scripts) -> None:

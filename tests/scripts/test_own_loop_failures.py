@@ -7,10 +7,10 @@ import signal
 
 import pytest
 
-from support.jobs import Jobs, processes_of, steps_of, until
-from support.ranks import LOOP, Ranks, Scripts, script
+from support.real_jobs.jobs import Jobs, processes_of, steps_of, until
+from support.real_jobs.ranks import LOOP, Ranks, Scripts, script
+from support.real_jobs.sources import JOB
 from support.slow import slow
-from support.sources import JOB
 
 FAILING = """
     import time

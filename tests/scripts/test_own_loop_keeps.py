@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from support.compare import assert_same
-from support.ranks import Scripts, script
+from support.real_jobs.compare import assert_same
+from support.real_jobs.ranks import Scripts, script
+from support.real_jobs.sources import DROPOUT_JOB
 from support.slow import slow
-from support.sources import DROPOUT_JOB
 
 NORMED = DROPOUT_JOB.replace("def scheduler", "def _scheduler")
 """With dropout and batch norm, whose buffers each forward changes."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from support.ranks import Scripts, script
+from support.real_jobs.ranks import Scripts, script
+from support.real_jobs.sources import DROPOUT, JOB
 from support.slow import slow
-from support.sources import DROPOUT, JOB
 
 
 @slow

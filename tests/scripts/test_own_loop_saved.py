@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from support.compare import assert_same
-from support.jobs import Jobs
-from support.ranks import Scripts, script
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs
+from support.real_jobs.ranks import Scripts, script
+from support.real_jobs.sources import DROPOUT, DROPOUT_JOB
 from support.slow import slow
-from support.sources import DROPOUT, DROPOUT_JOB
 
 SAVES = """
     with pipeworker.Pipeline(

@@ -17,9 +17,9 @@ from launcher.command import Option
 from pipeworker.display.summary import PlanContext, explain_bubble
 from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.simulate import simulate
-from support.makespans import checked, picture
-from support.orders import build
 from support.pages import DOCS, PAGES, ROOT, code, tokens
+from support.pure.makespans import checked, picture
+from support.pure.orders import build
 
 OTHERS = ["CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "deploy/README.md", "tests/README.md"]
 LINKED = [*PAGES, *(ROOT / name for name in OTHERS)]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from support.jobs import Jobs
 from support.pages import PAGES, ROOT, Type, Write, actions, follow, missing_line
+from support.real_jobs.jobs import Jobs
 from support.slow import slow
 
 FOLLOWED = [

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipeworker.job import file
-from support.jobs import Jobs
+from support.real_jobs.jobs import Jobs
 from support.slow import slow
 
 PAPERS = Path(__file__).parents[2] / "examples" / "papers"

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from support.forked import Server
-from support.jobs import Jobs, processes_of, until
-from support.nanobind import without_reports
+from support.processes.forked import Server
+from support.processes.nanobind import without_reports
+from support.real_jobs.jobs import Jobs, processes_of, until
 from support.slow import slow
 
 LEAKS = """\
@@ -135,7 +135,7 @@ def state(pid: int) -> str:
 def test_a_process_ends_with_the_process_that_requested_it(jobs: Jobs) -> None:
     requests = """
         import subprocess, sys, time
-        from support.forked import Server
+        from support.processes.forked import Server
         server = Server(sys.argv[1], warm=False)
         line = [sys.executable, "-c", "import time; print('there', flush=True); time.sleep(1000)"]
         process = server.start(line, stdout=subprocess.PIPE)

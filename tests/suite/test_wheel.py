@@ -15,8 +15,8 @@ import pytest
 from packaging.metadata import Metadata
 
 from support.pages import ROOT
+from support.real_jobs.sources import JOB
 from support.slow import slow
-from support.sources import JOB
 
 
 def run(*words: object, cwd: Path) -> str:

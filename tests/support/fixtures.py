@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from support.clusters.hosts import Host, two_hosts
 from support.draws import FACTOR, draws
-from support.forked import Server
-from support.hosts import Host, two_hosts
-from support.interpreter import fork_line_processes
-from support.jobs import Jobs, Record, Reference, processes_of, until
-from support.live import left_in
-from support.ranks import Scripts
-from support.sources import JOB
-from support.torchrun import Torchrun
+from support.processes.forked import Server
+from support.processes.interpreter import fork_line_processes
+from support.real_jobs.jobs import Jobs, Record, Reference, processes_of, until
+from support.real_jobs.live import left_in
+from support.real_jobs.ranks import Scripts
+from support.real_jobs.sources import JOB
+from support.real_jobs.torchrun import Torchrun
 
 # No deadline: a busy machine is no defect. An ordinary run draws the same examples each time, so
 # that it fails because of a change alone; with DRAWS, as every night, they are new ones.

@@ -14,8 +14,8 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 import pipeworker
-from support.jobs import Jobs
-from support.nanobind import without_reports
+from support.processes.nanobind import without_reports
+from support.real_jobs.jobs import Jobs
 
 ROOT = Path(pipeworker.__file__).parents[1]
 DOCS = ROOT / "docs"

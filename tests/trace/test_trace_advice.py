@@ -11,7 +11,7 @@ from pipeworker.plan.planner.choices import PlanRequest
 from pipeworker.plan.simulate import Costs, simulate
 from pipeworker.trace.advice import advise, measured_facts
 from pipeworker.trace.causes import DATA, Breakdown, WorkerTime, breakdown, costs_of, mini_batches
-from support.timelines import lives_of
+from support.pure.timelines import lives_of
 
 BALANCE = (2, 4, 1, 1)
 OWNERS = (0, 1, 2, 3)

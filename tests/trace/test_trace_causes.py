@@ -27,8 +27,8 @@ from pipeworker.trace.causes import (
     undisturbed,
 )
 from pipeworker.trace.timeline import Command, WorkerLife
-from support.facts import DRAWN_ORDERS
-from support.timelines import BASE, draw_schedule, lives_of
+from support.pure.facts import DRAWN_ORDERS
+from support.pure.timelines import BASE, draw_schedule, lives_of
 
 UPDATE, LATE, BEFORE = 0.004, 0.003, 0.006
 """Seconds of a step of :func:`lives_of` besides its actions: the update, what comes after the last

@@ -13,7 +13,7 @@ from pipeworker.plan.placement import Placement
 from pipeworker.trace import chrome
 from pipeworker.trace.clocks import BestSamples, Clocks, aligned, measure
 from pipeworker.trace.timeline import ActionSpan, ClockSample, Command, Span, WorkerLife
-from support.timelines import BASE, lives_of
+from support.pure.timelines import BASE, lives_of
 
 _WAY = st.floats(0, 0.05)
 

@@ -22,7 +22,7 @@ from pipeworker.trace import chrome
 from pipeworker.trace.recorder import Recorder, record_unfinished
 from pipeworker.trace.ring import MiniBatchTimes, Ring
 from pipeworker.trace.timeline import LAST, Timeline, WorkerLife, read_timeline
-from support.timelines import BASE, lives_of, start_of, write_lives
+from support.pure.timelines import BASE, lives_of, start_of, write_lives
 
 SCHEDULE = ORDERS["1f1b"].build(Placement.identity(3), 4, ["never"] * 3)
 

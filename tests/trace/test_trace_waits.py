@@ -24,8 +24,8 @@ from pipeworker.trace.causes import (
 from pipeworker.trace.timeline import WorkerLife
 from pipeworker.trace.waits import Waits
 from support.draws import draws
-from support.facts import DRAWN_ORDERS
-from support.timelines import BASE, draw_schedule, recorded_lives
+from support.pure.facts import DRAWN_ORDERS
+from support.pure.timelines import BASE, draw_schedule, recorded_lives
 
 
 def schedule_of(name: str, workers: int, microbatches: int, replicas: int = 1) -> Schedule:

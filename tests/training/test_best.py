@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 import cli
 from pipeworker.record.checkpoint.checkpoint import Checkpoint
-from support.jobs import Jobs
+from support.real_jobs.jobs import Jobs
+from support.real_jobs.sources import JOB
 from support.slow import slow
-from support.sources import JOB
 
 SOURCE = (
     JOB.replace("lr=0.1", "lr=0.01")

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from support.compare import assert_same, plain_loop
-from support.jobs import Jobs, Record
+from support.real_jobs.compare import assert_same, plain_loop
+from support.real_jobs.jobs import Jobs, Record
+from support.real_jobs.sources import DROPOUT_JOB, JOB, NESTED_JOB
 from support.slow import slow
-from support.sources import DROPOUT_JOB, JOB, NESTED_JOB
 
 
 @pytest.mark.parametrize(

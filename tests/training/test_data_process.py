@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from support.compare import assert_same
-from support.jobs import Jobs, Record, Reference, ended, pids_of, processes_of, until
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs, Record, Reference, ended, pids_of, processes_of, until
+from support.real_jobs.sources import LOADER, gated
 from support.slow import slow
-from support.sources import LOADER, gated
 
 READS = """
     import os

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from support.compare import assert_same
-from support.jobs import Jobs, Record
-from support.ranks import Scripts, script
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs, Record
+from support.real_jobs.ranks import Scripts, script
 from support.slow import slow
 
 RICH = """

@@ -9,10 +9,10 @@ import pytest
 from click.testing import CliRunner
 
 import cli
-from support.compare import assert_same
-from support.jobs import Jobs
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs
+from support.real_jobs.sources import DROPOUT_JOB, JOB
 from support.slow import slow
-from support.sources import DROPOUT_JOB, JOB
 
 SOURCE = (
     "import sys; from beside import SCALE\n"

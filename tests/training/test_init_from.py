@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from support.compare import assert_same
-from support.jobs import Jobs
-from support.ranks import LOOP, Scripts, script
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs
+from support.real_jobs.ranks import LOOP, Scripts, script
 
 # The optimizer copies the weights when it is built, and pulls the parameters towards the copy.
 SOURCE = """

@@ -11,11 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.compare import assert_same
-from support.jobs import Jobs, Record, Reference, Run, ended, processes_of, steps_of, until
-from support.ranks import LOOP, Scripts, script
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import (
+    Jobs,
+    Record,
+    Reference,
+    Run,
+    ended,
+    processes_of,
+    steps_of,
+    until,
+)
+from support.real_jobs.ranks import LOOP, Scripts, script
+from support.real_jobs.sources import CALM, DIES, DROPOUT_JOB, JOB, NESTED_JOB, gated
 from support.slow import slow
-from support.sources import CALM, DIES, DROPOUT_JOB, JOB, NESTED_JOB, gated
 
 WORDS = ("--microbatches", "4", "--clip-grad-norm", "0.5")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeworker.job.options import Options
-from support.jobs import Jobs, Record
+from support.real_jobs.jobs import Jobs, Record
 from support.slow import slow
 
 JOB = """

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from support.compare import plain_loop
-from support.jobs import Jobs
+from support.real_jobs.compare import plain_loop
+from support.real_jobs.jobs import Jobs
+from support.real_jobs.sources import JOB
 from support.slow import slow
-from support.sources import JOB
 
 
 def control_messages(jobs: Jobs, *words: str) -> tuple[int, int]:

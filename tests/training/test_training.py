@@ -13,10 +13,10 @@ import torch
 
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.record.checkpoint.checkpoint import Checkpoint
-from support.compare import assert_same
-from support.jobs import Jobs, Reference, Run
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs, Reference, Run
+from support.real_jobs.sources import JOB
 from support.slow import slow
-from support.sources import JOB
 
 RICH = """
     import math

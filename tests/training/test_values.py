@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from support.compare import assert_same
-from support.jobs import Jobs
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs
+from support.real_jobs.sources import JOB
 from support.slow import slow
-from support.sources import JOB
 
 SOURCE = """
     from dataclasses import dataclass

@@ -26,7 +26,7 @@ from pipeworker.wire.messages.directions import Advance, Finish, FromWorker, Mes
 from pipeworker.wire.messages.plan import Plan, StageRange
 from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Hello, Ping
 from pipeworker.wire.messages.step import EvaluationDone, RunStep, StepDone, Update, Wait
-from support.messages import MADE
+from support.pure.messages import MADE
 
 KINDS = [*typing.get_args(FromWorker), *typing.get_args(ToWorker)]
 

@@ -43,7 +43,7 @@ from pipeworker.wire.lines import (
     decode,
     encode,
 )
-from support.messages import MADE
+from support.pure.messages import MADE
 
 KINDS: list[Any] = list(typing.get_args(Line))
 TOKEN = "0123456789abcdef" * 4

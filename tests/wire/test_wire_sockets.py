@@ -18,7 +18,7 @@ import zmq
 from pipeworker.timings import DEFAULT
 from pipeworker.wire import sockets
 from pipeworker.wire.keys import client_keys, new_token, server_keys
-from support.jobs import until
+from support.real_jobs.jobs import until
 
 TOKEN = new_token()
 LIMIT = 5

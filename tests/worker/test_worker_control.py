@@ -17,8 +17,8 @@ from pipeworker.wire.messages.directions import Advance, Finish, Message, ToWork
 from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Hello, Ping
 from pipeworker.worker.control import Control
 from pipeworker.worker.settings import Settings
-from support.jobs import until
-from support.proxy import Proxy
+from support.processes.proxy import Proxy
+from support.real_jobs.jobs import until
 
 TOKEN = "6f" * 32
 HELLO = Hello(0, "host", 1)

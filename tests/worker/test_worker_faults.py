@@ -16,7 +16,7 @@ from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.step import Evaluate, Evaluated, Update, Wait
 from pipeworker.worker.blame import UserCodeError
 from pipeworker.worker.device import numerics
-from support.single_worker import SingleWorker, restored_process
+from support.in_process.single_worker import SingleWorker, restored_process
 
 _restored_process = pytest.fixture(autouse=True)(restored_process)
 

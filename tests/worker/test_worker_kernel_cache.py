@@ -10,7 +10,7 @@ import pytest
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from pipeworker.worker import kernel_cache
-from support.jobs import Jobs
+from support.real_jobs.jobs import Jobs
 from support.slow import slow
 
 

@@ -20,7 +20,7 @@ from pipeworker.wire.messages.presence import Welcome
 from pipeworker.wire.messages.profile import Measure, Measured
 from pipeworker.worker.measuring import machine_of
 from pipeworker.worker.worker import Worker
-from support.single_worker import SingleWorker, restored_process
+from support.in_process.single_worker import SingleWorker, restored_process
 
 restored = pytest.fixture(autouse=True)(restored_process)
 

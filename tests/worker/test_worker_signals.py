@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.jobs import Jobs
+from support.real_jobs.jobs import Jobs
 
 FORKS = """
 import multiprocessing, signal, socket

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from support.jobs import Jobs
+from support.real_jobs.jobs import Jobs
 
 FORKING = """
     import os, sys

@@ -14,9 +14,9 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.worker import internals, torch_check
-from support.jobs import Jobs
-from support.ranks import Scripts, script
-from support.single_worker import SingleWorker
+from support.in_process.single_worker import SingleWorker
+from support.real_jobs.jobs import Jobs
+from support.real_jobs.ranks import Scripts, script
 from support.slow import slow
 
 ROOT = Path(__file__).parents[2]

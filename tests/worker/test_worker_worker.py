@@ -10,7 +10,7 @@ from pipeworker.environment import versions
 from pipeworker.errors import UsageError
 from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.step import EpochEnded, Evaluate, EvaluationDone, Update, Wait
-from support.single_worker import SingleWorker, restored_process
+from support.in_process.single_worker import SingleWorker, restored_process
 
 _restored_process = pytest.fixture(autouse=True)(restored_process)
 

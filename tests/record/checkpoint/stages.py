@@ -19,7 +19,7 @@ from pipeworker.record.checkpoint.checkpoint import Checkpoint
 from pipeworker.record.checkpoint.manifest import Manifest, WorkerFiles
 from pipeworker.record.checkpoint.restore import restore
 from pipeworker.record.checkpoint.stage_state import OptimizerState, StageState
-from support.checkpoints import save_worker_files
+from support.in_process.checkpoints import save_worker_files
 
 optim, schedules = torch.optim, torch.optim.lr_scheduler
 Named = list[tuple[str, nn.Parameter]]

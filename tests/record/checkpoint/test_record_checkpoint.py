@@ -25,7 +25,7 @@ from pipeworker.record.checkpoint.json_state import InvalidState, pack, unpack
 from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
 from pipeworker.record.checkpoint.stage_state import StageState, check_savable
 from pipeworker.record.checkpoint.tensor_file import TensorFile
-from support.checkpoints import optimizer_state, part, save_worker_files
+from support.in_process.checkpoints import optimizer_state, part, save_worker_files
 
 
 def saved(folder: Path, *parts: StageState, elsewhere: frozenset[int] = frozenset()) -> Checkpoint:

@@ -18,7 +18,7 @@ from pipeworker.record.checkpoint.snapshot_buffer import file_contents
 from pipeworker.record.checkpoint.snapshot_memory import write_contents
 from pipeworker.record.checkpoint.stage_state import StageState
 from pipeworker.record.rundir import RunDir
-from support.checkpoints import part, save_worker_files
+from support.in_process.checkpoints import part, save_worker_files
 
 MODEL, _, _ = NAMES = file_names(0, 1)
 FROZEN = MODEL.replace(".safetensors", "-frozen.safetensors")

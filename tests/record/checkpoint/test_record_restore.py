@@ -26,9 +26,9 @@ from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory
 from pipeworker.record.checkpoint.stage_state import OptimizerState, StageState
 from pipeworker.worker.internals import loads_itself
 from record.checkpoint.stages import OPTIMIZERS, SCHEDULERS, TIE, Odd, Stages, assert_same, model
-from support import checkpoints
-from support.checkpoints import save_worker_files
-from support.memory import peak, resident
+from support.in_process import checkpoints
+from support.in_process.checkpoints import save_worker_files
+from support.processes.memory import peak, resident
 
 optim, schedules = torch.optim, torch.optim.lr_scheduler
 DOTTED = LayerNames(

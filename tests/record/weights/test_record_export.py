@@ -17,7 +17,7 @@ from pipeworker.errors import UsageError
 from pipeworker.plan.placement import Placement
 from pipeworker.record import rundir
 from pipeworker.record.weights.export import export_weights
-from support.exports import model, opened, read, save
+from support.in_process.exports import model, opened, read, save
 
 
 def assert_exported(layers: Sequence[nn.Module], path: Path, *, in_order: bool = True) -> None:

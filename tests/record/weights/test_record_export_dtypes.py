@@ -13,7 +13,7 @@ from torch import nn
 
 from pipeworker.record.weights import export
 from pipeworker.record.weights.export import DTYPES, export_weights
-from support.exports import model, opened, read, save
+from support.in_process.exports import model, opened, read, save
 
 
 @pytest.mark.parametrize("out", ["out.pt", "out.safetensors", "out/"])

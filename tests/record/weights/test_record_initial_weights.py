@@ -21,9 +21,9 @@ from pipeworker.record.checkpoint.manifest import Manifest
 from pipeworker.record.checkpoint.stage_state import StageState
 from pipeworker.record.weights.initial_weights import InitialWeights
 from pipeworker.record.weights.weight_files import find_weight_files
-from support.checkpoints import save_worker_files
-from support.exports import Hostile
-from support.memory import peak, resident
+from support.in_process.checkpoints import save_worker_files
+from support.in_process.exports import Hostile
+from support.processes.memory import peak, resident
 
 State = dict[str, Any]
 LAYERS = LayerNames(("embed", "norm", "act", "head"))

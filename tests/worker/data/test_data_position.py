@@ -14,7 +14,7 @@ from pipeworker.errors import UsageError
 from pipeworker.worker.blame import UserCodeError
 from pipeworker.worker.data.reader import Reader
 from pipeworker.worker.stage.rng import seed_all
-from support.data_sources import (
+from support.in_process.data_sources import (
     EPOCHS,
     KINDS,
     LENGTH,

@@ -21,7 +21,7 @@ from pipeworker.job.options import Options
 from pipeworker.worker.data import reader_process
 from pipeworker.worker.data.reader_requests import Setup
 from pipeworker.worker.data.remote_reader import ReadFailed, RemoteReader
-from support.jobs import until
+from support.real_jobs.jobs import until
 
 JOB = """
     import os, signal, time

@@ -17,7 +17,7 @@ from pipeworker.errors import UsageError
 from pipeworker.worker.data.reader import Reader
 from pipeworker.worker.data.reread import Reread
 from pipeworker.worker.stage.rng import seed_all
-from support.data_sources import (
+from support.in_process.data_sources import (
     drawn_from_module,
     factory_with_module,
     pair,

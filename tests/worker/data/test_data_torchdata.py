@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from pipeworker.worker.data.reader import MicroBatches, Reader
 from pipeworker.worker.stage.rng import seed_all
-from support.data_sources import EPOCHS, Factory, Mapped, pair, round_trip
+from support.in_process.data_sources import EPOCHS, Factory, Mapped, pair, round_trip
 
 LENGTH = 4
 

@@ -11,7 +11,7 @@ import torch
 
 from pipeworker.worker.device import nccl
 from pipeworker.worker.device.nccl import Nccl
-from support.transport import LocalStore
+from support.in_process.transport import LocalStore
 
 NAMES = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",

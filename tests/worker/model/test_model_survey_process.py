@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from support.fork_threads import FILE
-from support.interpreter import PRELOAD
-from support.jobs import Jobs
+from support.processes.fork_threads import FILE
+from support.processes.interpreter import PRELOAD
+from support.real_jobs.jobs import Jobs
+from support.real_jobs.sources import JOB
+from support.real_jobs.torchrun import Torchrun
 from support.slow import slow
-from support.sources import JOB
-from support.torchrun import Torchrun
 
 MENTIONS = JOB.replace("import torch", "import pipeworker\n    import torch", 1)
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads are cou
 
 
 def variables(folder: Path) -> dict[str, str]:
-    return {**os.environ, PRELOAD: "support.fork_threads", FILE: str(folder / "forks")}
+    return {**os.environ, PRELOAD: "support.processes.fork_threads", FILE: str(folder / "forks")}
 
 
 @slow

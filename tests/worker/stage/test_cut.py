@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pipeworker.plan.placement import Placement
-from support.cut_modules import (
+from support.in_process.cut_modules import (
     WIDTH,
     Whole,
     assert_same_tensors,
@@ -24,8 +24,8 @@ from support.cut_modules import (
     sgd,
     vectors,
 )
-from support.pipelines import MODES, Pipeline, filled
-from support.plain_loop import assert_equal, plain
+from support.in_process.pipelines import MODES, Pipeline, filled
+from support.in_process.plain_loop import assert_equal, plain
 
 CPU = torch.device("cpu")
 WORDS = 11

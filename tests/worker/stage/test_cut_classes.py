@@ -13,8 +13,8 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.worker.stage.cut.classes import hide_stand_ins
-from support.cut_modules import Whole, mse, pipeline_of, sgd
-from support.plain_loop import plain
+from support.in_process.cut_modules import Whole, mse, pipeline_of, sgd
+from support.in_process.plain_loop import plain
 
 WIDTH = 8
 

@@ -12,8 +12,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import register_pytree_node
 
-from support.cut_modules import WIDTH, Whole, assert_same_tensors, mse, pipeline_of, sgd, vectors
-from support.plain_loop import plain
+from support.in_process.cut_modules import (
+    WIDTH,
+    Whole,
+    assert_same_tensors,
+    mse,
+    pipeline_of,
+    sgd,
+    vectors,
+)
+from support.in_process.plain_loop import plain
 
 
 def assert_equals_its_own_forward(

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from pipeworker.errors import UsageError
 from pipeworker.plan.placement import Placement
-from support.cut_modules import Whole, cut, mse, sgd
-from support.drawn_modules import WIDTH, Drawn, modules
 from support.draws import draws
-from support.pipelines import Pipeline, filled
-from support.plain_loop import Batches, Trained, assert_equal, plain
+from support.in_process.cut_modules import Whole, cut, mse, sgd
+from support.in_process.drawn_modules import WIDTH, Drawn, modules
+from support.in_process.pipelines import Pipeline, filled
+from support.in_process.plain_loop import Batches, Trained, assert_equal, plain
 
 WAYS = ((1, "never"), (2, "always"), (3, "never"))
 

@@ -17,8 +17,8 @@ from pipeworker.worker.stage.layers import StageConfig
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.offload import Copies, SavedGraph
 from pipeworker.worker.stage.stage import Stage
-from support.copies import CPU, LateCopies
-from support.layers import Layer
+from support.devices.copies import CPU, LateCopies
+from support.in_process.layers import Layer
 
 
 class One:

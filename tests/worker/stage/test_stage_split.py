@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeworker.worker.stage.split import backward_input
 from support.draws import draws
-from support.split_backward import (
+from support.in_process.split_backward import (
     MICROBATCHES,
     Matmul,
     Mixed,

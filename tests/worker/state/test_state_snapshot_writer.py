@@ -31,7 +31,7 @@ from pipeworker.timings import DEFAULT
 from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
 from pipeworker.worker.state import snapshot_writer
 from pipeworker.worker.state.snapshot_writer import SnapshotWriter
-from support.device import LateDevice
+from support.devices.device import LateDevice
 
 
 class WriterOfLayer:

@@ -18,10 +18,10 @@ from pipeworker.plan.actions import Action
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import with_fetches
 from support.draws import draws
-from support.layers import Layer, Noise, Pop, Stash, data, mse
-from support.orders import Orders, legal
-from support.pipelines import Pipeline, Way, filled
-from support.plain_loop import assert_equal, plain
+from support.in_process.layers import Layer, Noise, Pop, Stash, data, mse
+from support.in_process.pipelines import Pipeline, Way, filled
+from support.in_process.plain_loop import assert_equal, plain
+from support.pure.orders import Orders, legal
 
 WIDTH = 4
 

@@ -23,9 +23,9 @@ from pipeworker.plan.placement import Placement
 from pipeworker.worker.stage.layers import StageConfig, compiled, reporting_compilation
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.stage import Stage
-from support.layers import Noise, Pop, Stash, data, mse
-from support.pipelines import Pipeline, filled
-from support.plain_loop import Batches, Trained, assert_equal, plain
+from support.in_process.layers import Noise, Pop, Stash, data, mse
+from support.in_process.pipelines import Pipeline, filled
+from support.in_process.plain_loop import Batches, Trained, assert_equal, plain
 from support.slow import slow
 
 EAGER = "aot_eager"

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from pipeworker.plan.placement import Placement
-from support.layers import Noise, data, mse
-from support.orders import always, zero_bubble
-from support.pipelines import MODES, Pipeline, Way, filled
-from support.plain_loop import assert_equal, plain
+from support.in_process.layers import Noise, data, mse
+from support.in_process.pipelines import MODES, Pipeline, Way, filled
+from support.in_process.plain_loop import assert_equal, plain
+from support.pure.orders import always, zero_bubble
 
 PLACEMENTS = [
     *(Placement.identity(k) for k in (1, 2, 4)),

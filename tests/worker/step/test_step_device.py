@@ -18,11 +18,11 @@ from pipeworker.plan.placement import Placement
 from pipeworker.plan.schedule import replica_edges
 from pipeworker.worker.data.reader import MicroBatches
 from pipeworker.worker.step.wiring import Wiring
-from support.device import LateDevice
-from support.layers import Pop, Stash, data, mse
-from support.pipelines import Pipeline, filled
-from support.plain_loop import Batches, Loss, assert_equal
-from support.transport import MemoryLink
+from support.devices.device import LateDevice
+from support.in_process.layers import Pop, Stash, data, mse
+from support.in_process.pipelines import Pipeline, filled
+from support.in_process.plain_loop import Batches, Loss, assert_equal
+from support.in_process.transport import MemoryLink
 
 MICROBATCHES = 4
 SKIPS = [Skip(0, 4, "kept")]

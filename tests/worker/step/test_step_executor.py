@@ -21,9 +21,9 @@ from pipeworker.plan.actions import COMPUTE, RECEIVES, SENDS, Kind
 from pipeworker.plan.placement import Placement
 from pipeworker.worker.blame import UserCodeError
 from support.draws import draws
-from support.layers import Apply, Layer, data, mse
-from support.pipelines import MODES, Pipeline, filled
-from support.plain_loop import Batches, Loss, Trained, assert_equal, plain
+from support.in_process.layers import Apply, Layer, data, mse
+from support.in_process.pipelines import MODES, Pipeline, filled
+from support.in_process.plain_loop import Batches, Loss, Trained, assert_equal, plain
 
 
 def fill_drain(

@@ -12,7 +12,7 @@ import torch
 from pipeworker.errors import UsageError
 from pipeworker.worker.stage import rng
 from pipeworker.worker.step.first_sample import check_figures
-from support.single_worker import SingleWorker, restored_process
+from support.in_process.single_worker import SingleWorker, restored_process
 
 _restored_process = pytest.fixture(autouse=True)(restored_process)
 

@@ -16,10 +16,10 @@ from pipeworker.facts.connections import Skip
 from pipeworker.plan.placement import Placement
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.transport.channel import Receiver
-from support.channels import outstanding
-from support.layers import data, mse
-from support.orders import Which, always, depth_first, never, zero_bubble
-from support.pipelines import MODES, Pipeline, Way, filled
+from support.in_process.channels import outstanding
+from support.in_process.layers import data, mse
+from support.in_process.pipelines import MODES, Pipeline, Way, filled
+from support.pure.orders import Which, always, depth_first, never, zero_bubble
 
 PLACEMENTS = [
     *(Placement.identity(k) for k in (1, 4)),

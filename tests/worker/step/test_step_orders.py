@@ -17,12 +17,12 @@ from pipeworker.plan.actions import COMPUTE, Kind
 from pipeworker.plan.orders import ORDERS, resolve
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import OFFLOAD, recomputed, with_fetches
-from support.layers import Noise, Pop, Stash, data, mse
-from support.orders import Orders
-from support.pipelines import MODES, Pipeline, Way, filled
-from support.plain_loop import assert_equal
-from support.plain_loop import plain as plain_loop
-from support.replicas import plain as plain_replicas
+from support.in_process.layers import Noise, Pop, Stash, data, mse
+from support.in_process.pipelines import MODES, Pipeline, Way, filled
+from support.in_process.plain_loop import assert_equal
+from support.in_process.plain_loop import plain as plain_loop
+from support.in_process.replicas import plain as plain_replicas
+from support.pure.orders import Orders
 from support.slow import slow
 
 MANY = sorted({*ORDERS} - {"gpipe"})

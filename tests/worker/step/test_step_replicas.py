@@ -15,12 +15,12 @@ from pipeworker.errors import UsageError
 from pipeworker.facts.connections import Skip
 from pipeworker.plan.placement import Placement
 from support.draws import draws
-from support.layers import Layer, Noise, Pop, Stash, data, mse
-from support.orders import always, legal
-from support.pipelines import MODES, Pipeline, Way, filled
-from support.plain_loop import assert_equal
-from support.plain_loop import plain as plain_loop
-from support.replicas import plain
+from support.in_process.layers import Layer, Noise, Pop, Stash, data, mse
+from support.in_process.pipelines import MODES, Pipeline, Way, filled
+from support.in_process.plain_loop import assert_equal
+from support.in_process.plain_loop import plain as plain_loop
+from support.in_process.replicas import plain
+from support.pure.orders import always, legal
 from support.slow import slow
 
 SIZES = (12, 7, 2, 1, 12)

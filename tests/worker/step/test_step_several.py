@@ -18,10 +18,10 @@ from pipeworker.facts.connections import Skip
 from pipeworker.plan.actions import Kind
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import recomputed
-from support.layers import Apply, Layer, Noise, Pop, Stash, data, mse
-from support.orders import Orders, Which, by, depth_first, legal, written
-from support.pipelines import MODES, Pipeline, Way, filled
-from support.plain_loop import Batches, Trained, assert_equal, plain
+from support.in_process.layers import Apply, Layer, Noise, Pop, Stash, data, mse
+from support.in_process.pipelines import MODES, Pipeline, Way, filled
+from support.in_process.plain_loop import Batches, Trained, assert_equal, plain
+from support.pure.orders import Orders, Which, by, depth_first, legal, written
 from support.slow import slow
 
 LOOPED, VEE = Placement.looped(2, 2), Placement(((0, 3), (1, 2)))

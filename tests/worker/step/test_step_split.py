@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeworker.facts.connections import Skip
 from pipeworker.plan.placement import Placement
-from support.layers import Apply, Layer, Noise, Pop, Stash, data, mse
-from support.orders import Which, always, depth_first, never, written, zero_bubble
-from support.pipelines import Pipeline, Way, filled
-from support.plain_loop import Batches, Trained, assert_equal, plain
+from support.in_process.layers import Apply, Layer, Noise, Pop, Stash, data, mse
+from support.in_process.pipelines import Pipeline, Way, filled
+from support.in_process.plain_loop import Batches, Trained, assert_equal, plain
+from support.pure.orders import Which, always, depth_first, never, written, zero_bubble
 from support.slow import slow
 
 FOUR = 4

@@ -15,10 +15,10 @@ from pipeworker.facts.connections import Skip
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.plan.placement import Placement
 from pipeworker.worker.stage import rng
-from support.layers import Apply, Layer, Noise, Pop, Stash, data, mse
-from support.orders import always, zero_bubble
-from support.pipelines import Pipeline, Way, filled
-from support.plain_loop import Batches, plain, split
+from support.in_process.layers import Apply, Layer, Noise, Pop, Stash, data, mse
+from support.in_process.pipelines import Pipeline, Way, filled
+from support.in_process.plain_loop import Batches, plain, split
+from support.pure.orders import always, zero_bubble
 
 PLACEMENTS = [
     *(Placement.identity(k) for k in (1, 4)),

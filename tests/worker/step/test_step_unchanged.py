@@ -8,9 +8,9 @@ from torch import nn
 
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.plan.placement import Placement
-from support.cut_modules import mse, sgd
-from support.pipelines import Pipeline, filled
-from support.plain_loop import plain
+from support.in_process.cut_modules import mse, sgd
+from support.in_process.pipelines import Pipeline, filled
+from support.in_process.plain_loop import plain
 
 WIDTH = 4
 

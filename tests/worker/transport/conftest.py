@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.authentication import timings
-from support.transport import close_connected
+from support.faults.authentication import timings
+from support.in_process.transport import close_connected
 
 SHORT = "handshake=0.25,reconnect=0.2,dial=0.05"
 

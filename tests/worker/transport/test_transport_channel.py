@@ -18,7 +18,7 @@ from pipeworker.errors import PeerLost, PipeworkerError
 from pipeworker.host.task_thread import TaskThread
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.frame import MAX_POSTED, MAX_TENSORS
-from support.channels import HEADER, LINKS, Channel
+from support.in_process.channels import HEADER, LINKS, Channel
 
 
 @pytest.fixture(autouse=True, params=LINKS)

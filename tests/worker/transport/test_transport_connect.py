@@ -23,11 +23,11 @@ from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.connect import Endpoint, check_backend, choose, connect
 from pipeworker.worker.transport.links.link import Link
 from pipeworker.worker.transport.network import Network
-from support.device import LateDevice
-from support.jobs import Jobs
-from support.nccl import NcclDevice
-from support.orders import build
-from support.transport import BACK, ENDPOINT, FORTH, MEMBERSHIP, LocalStore, connect_all
+from support.devices.device import LateDevice
+from support.devices.nccl import NcclDevice
+from support.in_process.transport import BACK, ENDPOINT, FORTH, MEMBERSHIP, LocalStore, connect_all
+from support.pure.orders import build
+from support.real_jobs.jobs import Jobs
 
 TWO = Placement.identity(2)
 BACKENDS = ["auto", "gloo", "tls"]

@@ -11,8 +11,8 @@ import pytest
 from pipeworker.errors import UsageError
 from pipeworker.worker.transport import credentials
 from pipeworker.worker.transport.credentials import Credentials
-from support.authentication import Listener
-from support.transport import MEMBERSHIP
+from support.faults.authentication import Listener
+from support.in_process.transport import MEMBERSHIP
 
 
 def test_all_hosts_of_a_job_derive_the_same_certificate() -> None:

@@ -23,11 +23,11 @@ from pipeworker.worker.transport.links.gloo import GroupLink
 from pipeworker.worker.transport.links.link import Link, Pending
 from pipeworker.worker.transport.links.mapped import ReceivingLane, SendingLane
 from pipeworker.worker.transport.links.nccl import NcclLane
-from support.device import EAGER, LateDevice
-from support.jobs import Jobs
-from support.mapped import MappedDevice, between_processes
-from support.nccl import LateCommunicators, LateGroup, NcclDevice
-from support.transport import BACK, FORTH, connect_all
+from support.devices.device import EAGER, LateDevice
+from support.devices.mapped import MappedDevice, between_processes
+from support.devices.nccl import LateCommunicators, LateGroup, NcclDevice
+from support.in_process.transport import BACK, FORTH, connect_all
+from support.real_jobs.jobs import Jobs
 
 MICROBATCHES = 6
 

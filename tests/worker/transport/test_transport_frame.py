@@ -15,7 +15,7 @@ from pipeworker.errors import PipeworkerError
 from pipeworker.worker.transport import frame as frames
 from pipeworker.worker.transport import layout as layouts
 from pipeworker.worker.transport.frame import Frame, KnownFrames
-from support.transport import MemoryLink
+from support.in_process.transport import MemoryLink
 
 DTYPES = [
     torch.bool,

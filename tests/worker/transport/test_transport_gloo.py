@@ -15,10 +15,10 @@ import pytest
 from pipeworker.errors import PeerLost
 from pipeworker.worker.transport.links import gloo
 from pipeworker.worker.transport.network import Network
-from support.authentication import REJECTED, carries
+from support.faults.authentication import REJECTED, carries
+from support.faults.unauthenticated_peers import UnauthenticatedPeers, listening
+from support.in_process.transport import ENDPOINT, FORTH, LocalStore, connect_all
 from support.slow import slow
-from support.transport import ENDPOINT, FORTH, LocalStore, connect_all
-from support.unauthenticated_peers import UnauthenticatedPeers, listening
 
 _TESTS = Path(__file__).parents[2]
 
@@ -99,7 +99,7 @@ def test_a_group_has_a_timeout_even_if_no_time_is_left(monkeypatch: pytest.Monke
 
 LATE = """
 import sys, threading, time
-from support.transport import ENDPOINT, LocalStore
+from support.in_process.transport import ENDPOINT, LocalStore
 from pipeworker.worker.transport.links.gloo import create_group
 from pipeworker.worker.transport.network import Network
 

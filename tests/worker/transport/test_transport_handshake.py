@@ -30,9 +30,9 @@ from pipeworker.worker.transport.handshake import (
     authenticate,
 )
 from pipeworker.worker.transport.links import unix
-from support.authentication import REJECTED, Listener, join, timings
-from support.transport import BACK, FORTH, MEMBERSHIP, LocalStore
-from support.unauthenticated_peers import listening
+from support.faults.authentication import REJECTED, Listener, join, timings
+from support.faults.unauthenticated_peers import listening
+from support.in_process.transport import BACK, FORTH, MEMBERSHIP, LocalStore
 
 KEY = MEMBERSHIP.edge_key(FORTH, 0)
 

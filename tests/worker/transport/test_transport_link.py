@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from pipeworker.errors import PeerLost
 from pipeworker.worker.transport.links.link import Lane, Link, Pending, TwoLanes
-from support.mapped import HostTensors, MappedDevice
-from support.nccl import NcclDevice
-from support.transport import FORTH, MemoryLink, StrictLane, connect_all, two_lanes
+from support.devices.mapped import HostTensors, MappedDevice
+from support.devices.nccl import NcclDevice
+from support.in_process.transport import FORTH, MemoryLink, StrictLane, connect_all, two_lanes
 
 Ends = tuple[Link, Link]
 

@@ -12,10 +12,10 @@ import torch
 
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.links.gloo import GroupLink
-from support.jobs import Jobs, processes_of, until
-from support.memory import shared_memory
+from support.in_process.transport import FORTH, connect_all
+from support.processes.memory import shared_memory
+from support.real_jobs.jobs import Jobs, processes_of, until
 from support.slow import slow
-from support.transport import FORTH, connect_all
 
 MICROBATCHES = 4
 LARGEST = 100_000

@@ -12,7 +12,7 @@ import pytest
 from pipeworker.errors import UsageError
 from pipeworker.worker.internals import PrefixStore
 from pipeworker.worker.transport.network import Network
-from support.transport import ENDPOINT, LocalStore
+from support.in_process.transport import ENDPOINT, LocalStore
 
 
 @pytest.mark.parametrize("prefix", ["", "prefixed"])

@@ -24,10 +24,10 @@ from pipeworker.worker.transport.links import unix
 from pipeworker.worker.transport.links.arena import Arena
 from pipeworker.worker.transport.links.link import COMPLETE
 from pipeworker.worker.transport.links.shared import POSTS_AT_ONCE, ReceivingLink, SendingLink
-from support.jobs import until
-from support.memory import shared_memory
+from support.in_process.transport import FORTH, connect_all
+from support.processes.memory import shared_memory
+from support.real_jobs.jobs import until
 from support.slow import slow
-from support.transport import FORTH, connect_all
 
 Pair = tuple[SendingLink, ReceivingLink]
 Sockets = tuple[socket.socket, socket.socket]

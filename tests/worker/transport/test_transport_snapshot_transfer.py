@@ -26,7 +26,7 @@ from pipeworker.worker.transport.snapshot_transfer import (
     SnapshotServer,
     fetch_snapshot,
 )
-from support.transport import ENDPOINT, MEMBERSHIP, LocalStore
+from support.in_process.transport import ENDPOINT, MEMBERSHIP, LocalStore
 
 
 @pytest.fixture(params=["gloo", "tls"])

@@ -23,9 +23,9 @@ from pipeworker.worker.transport.links.link import Pending
 from pipeworker.worker.transport.send_thread import SendTask
 from pipeworker.worker.transport.staging import BufferPool
 from pipeworker.worker.transport.unchanged import Unchanged
-from support.device import EAGER, ORDERS, LateDevice
+from support.devices.device import EAGER, ORDERS, LateDevice
 from support.draws import draws
-from support.transport import MemoryLink
+from support.in_process.transport import MemoryLink
 
 MICROBATCHES = 6
 Make = Callable[[torch.Tensor], Any]

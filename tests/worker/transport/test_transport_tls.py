@@ -22,8 +22,8 @@ from pipeworker.worker.transport import handshake
 from pipeworker.worker.transport.credentials import Credentials
 from pipeworker.worker.transport.links.link import COMPLETE, Pending, PendingReceive
 from pipeworker.worker.transport.links.tls import LARGE_BYTES, ReceivingLink, SendingLink
-from support.jobs import until
-from support.transport import FORTH, MEMBERSHIP
+from support.in_process.transport import FORTH, MEMBERSHIP
+from support.real_jobs.jobs import until
 
 LARGE = LARGE_BYTES // 4
 HUGE = 16 << 20  # elements: more than sockets hold

@@ -1,0 +1,478 @@
+"""Failures: the first cause is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from pipeworker.coordinator.effects import Log, Withdraw
+from pipeworker.coordinator.ending import JobEnd, Lost
+from pipeworker.coordinator.events import Disconnected
+from pipeworker.coordinator.roster import JOIN_FACTOR
+from pipeworker.coordinator.steps.progress import Start
+from pipeworker.coordinator.steps.snapshots import JobState
+from pipeworker.coordinator.waiting import State
+from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.position import Phase, Position
+from pipeworker.timings import STALL_FACTOR
+from pipeworker.wire.lines import Restart, Warned
+from pipeworker.wire.messages.checkpoint import Restore, Saved
+from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Hello
+from support.pure.coordinator import (
+    NOWHERE,
+    PATIENCE,
+    TIMINGS,
+    ScriptedJob,
+    of,
+    replaceable_job,
+)
+
+OURS = Position(Phase.BACKWARD, 1, 2, 3)
+
+
+def test_a_failure_ends_the_job_at_once() -> None:
+    job = ScriptedJob(3).running()
+    failure = Failure(Cause.USER, "layer 3 raised", -1, OURS, "Linear", "Traceback")
+    job.receive(Failed(2, failure))
+    assert job.failure == dataclasses.replace(failure, rank=2, stage="stage 2")
+    assert job.ended.exit_status == 1
+    assert job.receive(Failed(1, Failure(Cause.USER, "me too"))) == []
+
+
+def test_a_secondary_failure_waits_for_its_cause() -> None:
+    job = ScriptedJob(3).running()
+    job.receive(Failed(0, Failure(Cause.PEER, "0>1 closed")))
+    job.receive(Failed(2, Failure(Cause.PEER, "1>2 closed")))
+    job.tick(TIMINGS.grace / 2)
+    assert job.state() is State.STEPPING
+    job.exited(1, -9, Position(Phase.FORWARD, 1, 0, 1))
+    assert job.failure.message == "the worker of stage 1 was killed by SIGKILL"
+    assert job.failure.cause is Cause.LOST
+    assert job.failure.layer_class == ""  # layer 1 is not on stage 1
+    assert (
+        len([text for log in of(job.effects, Log) if "secondary failure" in (text := log.text)])
+        == 2
+    )
+
+
+def test_secondary_failures_alone_name_the_silent_rank() -> None:
+    job = ScriptedJob(3).running()
+    job.now += TIMINGS.silence
+    for rank in (0, 2):
+        job.receive(Failed(rank, Failure(Cause.PEER, "closed")))
+    job.tick(TIMINGS.grace - 0.1)
+    assert job.state() is State.STEPPING
+    job.tick(0.1)
+    assert job.failure.rank == 1
+    assert job.failure.message == "the worker of stage 1 (pid 1001 on host) is gone"
+
+
+def test_a_secondary_failure_without_a_cause_is_reported_itself() -> None:
+    job = ScriptedJob(2).running()
+    job.receive(Failed(0, Failure(Cause.PEER, "0>1 closed")))
+    job.now += TIMINGS.grace
+    job.receive(Heartbeat(1, Position()))
+    job.tick()
+    assert job.failure.cause is Cause.PEER
+    assert job.failure.message == "0>1 closed; no worker reported a cause"
+
+
+def test_a_signal_to_all_workers_is_an_interrupt() -> None:
+    job = ScriptedJob(2).running()
+    for rank in (0, 1):
+        job.receive(Failed(rank, Failure(Cause.SIGNAL, "SIGTERM")))
+    job.tick(TIMINGS.grace)
+    assert job.ended.status == "interrupted"
+    assert job.ended.exit_status == 130
+
+
+def test_a_signal_to_one_worker_is_a_loss() -> None:
+    job = ScriptedJob(2).running()
+    job.receive(Failed(1, Failure(Cause.SIGNAL, "the worker of stage 1 was ended by SIGTERM")))
+    job.exited(1, 143)
+    assert job.failure.cause is Cause.LOST
+    assert "SIGTERM" in job.failure.message
+
+
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [(-11, "was killed by SIGSEGV"), (3, "exited with status 3"), (0, "status 0")],
+)
+def test_an_exit_before_the_end_is_a_failure(code: int, how: str) -> None:
+    job = ScriptedJob(2).running()
+    job.exited(1, code, Position(Phase.FORWARD, 1, 0, 3))
+    assert how in job.failure.message
+    assert (job.failure.rank, job.failure.layer_class) == (1, "Tanh")
+    assert job.ended.exit_status == 1
+
+
+def test_silence_is_a_hang_that_names_the_stage() -> None:
+    job = ScriptedJob(3, worker_timeout=PATIENCE).running()
+    stuck = Position(Phase.FORWARD, 1, 0, 2)
+    job.receive(Heartbeat(1, stuck))
+    for _ in range(2):
+        job.now += PATIENCE / 2
+        for rank in (0, 2):
+            job.receive(Heartbeat(rank, Position()))
+        job.tick()
+    assert job.state() is State.STEPPING
+    job.tick(0.1)
+    assert job.failure.cause is Cause.HUNG
+    assert job.failure.message == "stage 1 (pid 1001 on host) has not answered for 60 s"
+    assert (job.failure.position, job.failure.layer_class) == (stuck, "Linear")
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_worker_that_is_busy_for_too_long_counts_as_hung(launched: bool) -> None:
+    """It is alive and does not move; without a launcher it may stand in a debugger."""
+    begin = replaceable_job if launched else ScriptedJob
+    job = begin(2, worker_timeout=PATIENCE).running()
+    at = Position(Phase.FORWARD, 1, 0, 3)
+    for part in range(3 * STALL_FACTOR):
+        assert job.state() is State.STEPPING
+        moved = dataclasses.replace(at, microbatch=1) if part >= STALL_FACTOR else at
+        for message in (waiting(0), Heartbeat(1, moved)):
+            job.receive(message)
+        job.tick(PATIENCE / 2)
+    for message in (waiting(0), Heartbeat(1, moved)):
+        job.receive(message)
+    job.tick(0.1)
+    if not launched:
+        assert job.state() is State.STEPPING
+        return
+    (restart,) = of(job.effects, Restart)
+    assert restart.cause == (
+        "stage 1 (pid 1001 on host) has made no progress for 1800 s "
+        "(layer 3 (Tanh), micro-batch 1, step 1)"
+    )
+
+
+def test_a_worker_that_does_not_finish_building_is_noted_and_then_lost() -> None:
+    job = replaceable_job(2, worker_timeout=PATIENCE)
+    stack = 'Stack (most recent call last):\n  File "job.py", line 3, in model'
+    beats = (
+        Heartbeat(0, Position(Phase.CONNECTING), waiting=True),
+        Heartbeat(1, Position(Phase.BUILDING, layer=3), stack=stack),
+    )
+    for number in (1, 2):
+        assert job.number == number
+        job.effects.clear()
+        job.join()
+        job.describe()
+        assert job.state() is State.BUILDING
+        for _ in range(2 * STALL_FACTOR):
+            for beat in beats:
+                job.receive(beat)
+            job.tick(PATIENCE / 2 + 1)
+        notes = [warned.text for warned in of(job.effects, Warned) if warned.note]
+        assert [note.partition("s (")[0] for note in notes] == [
+            f"stage 1 (pid 1001 on host) has made no progress for {seconds} "
+            for seconds in (60, 120, 240, 480, 960)
+        ]
+        assert notes[0].endswith(
+            "(building, layer 3); after 1800 s, 30 times --worker-timeout, it counts as lost\n"
+            + stack
+        )
+    assert job.failure.cause is Cause.HUNG
+    assert job.failure.traceback == stack
+    assert [warned.text for warned in of(job.effects, Warned) if not warned.note] == [
+        "the job is not restarted: it failed again at the same place"
+    ]
+
+
+@pytest.mark.parametrize("phase", [Phase.READING, Phase.COMPILING])
+def test_a_note_names_the_log_with_the_stack_of_reading_and_leaves_out_compilation(
+    phase: Phase,
+) -> None:
+    job = replaceable_job(1, worker_timeout=PATIENCE).running()
+    for _ in range(3):
+        job.receive(Heartbeat(0, Position(phase, 1)))
+        job.tick(PATIENCE / 2 + 1)
+    text = "\n  logs/worker-0.log has the stack of the process that reads"
+    notes = [w.text for w in of(job.effects, Warned) if w.note and "progress" in w.text]
+    assert [note.endswith(text) for note in notes] == [True] * (phase is Phase.READING)
+
+
+def waiting(rank: int, microbatch: int = 0) -> Heartbeat:
+    return Heartbeat(rank, Position(Phase.WAITING, 1, microbatch), waiting=True)
+
+
+def test_workers_that_wait_for_each_other_are_named() -> None:
+    job = ScriptedJob(3, worker_timeout=PATIENCE).running()
+    job.done(0, 1)  # rank 0 has done its part and waits for the next command
+    for microbatch in (0, 1):  # while one worker moves, the others may wait
+        for _ in range(3):
+            for message in (waiting(0), waiting(1, microbatch), waiting(2)):
+                job.receive(message)
+            job.tick(PATIENCE / 3)
+    assert job.state() is State.STEPPING
+    for _ in range(2):
+        for message in (waiting(0), waiting(1, 1), waiting(2)):
+            job.receive(message)
+        job.tick(0.1)
+    assert job.failure.cause is Cause.HUNG
+    assert job.failure.message == (
+        "stage 1 and stage 2 have waited 60 s without progress (deadlock?)"
+    )
+    assert job.failure.position == Position(Phase.WAITING, 1, 1)
+
+
+def test_workers_of_several_hosts_may_wait_for_tcp_after_an_outage() -> None:
+    job = ScriptedJob(2, worker_timeout=PATIENCE)
+    for rank in job.ranks:
+        job.receive(Hello(rank, f"host-{rank}", 1000 + rank))
+    job.describe()
+    job.ready()
+    limit = TIMINGS.network_patience(PATIENCE)
+    assert limit > 2 * PATIENCE  # TCP waits for at most as long again as an outage took
+    for _ in range(12):
+        assert job.state() is State.STEPPING
+        for rank in job.ranks:
+            job.receive(waiting(rank))
+        job.tick(limit / 10)
+    text, remedy = job.failure.message.split("; ")
+    assert text == (
+        "stage 0 (pid 1000 on host-0) and stage 1 (pid 1001 on host-1) have waited "
+        f"{limit:g} s without progress (deadlock?)"
+    )
+    assert "correct the MTU" in remedy  # heartbeats pass where large packets are dropped
+
+
+def test_a_silent_worker_is_not_taken_for_one_that_waits() -> None:
+    """Its last report, that it waits, is younger than its last move."""
+    job = ScriptedJob(2, worker_timeout=PATIENCE).running()
+    job.done(1, 1)
+    job.receive(waiting(0))
+    job.tick(0.5)
+    job.receive(waiting(0))
+    for _ in range(3):
+        job.tick(PATIENCE / 3)
+        job.receive(waiting(1))
+    assert job.state() is State.STEPPING  # it has waited long enough, and been silent for less
+    job.tick(0.1)
+    assert job.failure.message == "stage 0 (pid 1000 on host) has not answered for 60 s"
+
+
+def test_a_computing_worker_has_no_deadlock_timeout() -> None:
+    job = ScriptedJob(2, worker_timeout=PATIENCE).running()
+    for _ in range(20):
+        job.receive(Heartbeat(0, Position(Phase.FORWARD, 1, 0, 0)))
+        job.receive(waiting(1))
+        job.tick(PATIENCE / 2)
+    assert job.state() is State.STEPPING
+
+
+def test_missing_ranks_are_named() -> None:
+    job = ScriptedJob(4, worker_timeout=PATIENCE)
+    job.join(0, 2)
+    for _ in range(JOIN_FACTOR * 2):
+        job.tick(PATIENCE / 2)
+        job.receive(Heartbeat(0, Position()))
+        job.receive(Heartbeat(2, Position()))
+    assert job.state() is State.JOINING
+    job.tick(0.1)
+    assert job.failure.message == "rank 1, 3 did not join within 300 s"
+
+
+def test_a_usage_error_of_a_worker_gives_exit_status_2() -> None:
+    job = ScriptedJob(2)
+    job.join()
+    job.receive(Failed(1, Failure(Cause.USAGE, "loss is missing")))
+    assert job.failure.rank == 1
+    assert job.ended.exit_status == 2
+
+
+def mistake(job: ScriptedJob, cause: Cause, status: int = 1) -> ScriptedJob:
+    job.receive(Failed(1, Failure(cause, "what is wrong", status=status)))
+    return job
+
+
+def test_an_exception_of_the_users_code_before_the_first_step_gives_exit_status_2() -> None:
+    job = ScriptedJob(2)
+    job.join()
+    job.describe()
+    assert job.state() is State.BUILDING
+    assert mistake(job, Cause.USER).ended.exit_status == 2
+    assert mistake(ScriptedJob(2).running(), Cause.USER).ended.exit_status == 1
+
+
+@pytest.mark.parametrize(("steps", "status"), [(0, 2), (1, 1)])
+def test_a_usage_error_after_the_first_step_fails_the_run(steps: int, status: int) -> None:
+    job = ScriptedJob(2).running()
+    for step in range(1, steps + 1):
+        job.step(step)
+    assert mistake(job, Cause.USAGE).ended.exit_status == status
+    verdict = job.ended
+    assert verdict.is_usage_error == (not steps)
+    assert ("stage 1" in (verdict.error or "")) == bool(
+        steps
+    )  # the location is shown once there are steps
+
+
+def test_a_resumed_run_has_usage_errors_before_its_own_first_step() -> None:
+    job = ScriptedJob(2, start=Start((JobState(7), Restore(7, "disk")), recorded=7))
+    job.join()
+    assert mistake(job, Cause.USAGE).ended.exit_status == 2
+    assert job.ended.is_usage_error
+
+
+@pytest.mark.parametrize("cause", [Cause.USAGE, Cause.USER])
+def test_steps_of_an_earlier_coordinator_are_steps_of_the_run(cause: Cause) -> None:
+    start = Start(recorded=7, causes=("the coordinator was killed",))
+    job = ScriptedJob(2, start=start)
+    job.join()
+    job.describe()
+    assert mistake(job, cause).ended.exit_status == 1
+    resumed = ScriptedJob(2, start=start, resume_step=7)
+    resumed.join()
+    resumed.describe()
+    assert mistake(resumed, cause).ended.exit_status == 2
+
+
+@pytest.mark.parametrize("status", [0, 1, 3])
+def test_a_job_file_that_exits_keeps_its_message_and_status(status: int) -> None:
+    job = ScriptedJob(2)
+    job.join()
+    mistake(job, Cause.EXIT, status)
+    assert job.ended.exit_status == status
+    verdict = job.ended
+    assert (verdict.error, verdict.job_exited, verdict.is_usage_error) == (
+        "what is wrong",
+        True,
+        True,
+    )
+    (abort,) = job.sent(0, Abort)
+    assert abort == Abort("", status)
+
+
+def test_a_job_file_that_exits_after_a_step_has_failed() -> None:
+    job = ScriptedJob(2).running()
+    job.step(1)
+    mistake(job, Cause.EXIT, 0)
+    assert (job.ended.exit_status, job.failure.cause) == (1, Cause.USER)
+
+
+def test_a_connection_that_stays_closed_is_a_lost_worker() -> None:
+    job = ScriptedJob(2).running()
+    job.handle(Disconnected(b"w1"))
+    job.handle(Disconnected(b"unknown"))
+    job.tick(TIMINGS.grace)
+    job.handle(Disconnected(b"w1"))  # reported again with each ping
+    job.tick(0.1)
+    assert job.failure.cause is Cause.LOST
+    assert job.failure.message == "the worker of stage 1 (pid 1001 on host) is gone"
+
+
+def test_a_reopened_connection_is_no_loss() -> None:
+    job = ScriptedJob(2).running()
+    job.handle(Disconnected(b"w1"))
+    job.now += 1.0
+    job.receive(Heartbeat(1, NOWHERE))
+    job.tick(TIMINGS.grace + 1.0)
+    assert job.state() is State.STEPPING
+
+
+def test_the_abort_reason_has_location_and_step() -> None:
+    job = ScriptedJob(2).running()
+    job.receive(Failed(1, Failure(Cause.USER, "layer 3 raised", -1, OURS, "Tanh", "Traceback")))
+    assert job.failure.stage == "stage 1"
+    (abort,) = job.sent(0, Abort)
+    assert abort.reason == "layer 3 raised (stage 1, layer 3 (Tanh), micro-batch 2, step 1)"
+
+
+@pytest.mark.parametrize("state", ["joining", "building", "stepping"])
+def test_a_killed_worker_is_named_in_every_state(state: str) -> None:
+    job = ScriptedJob(2)
+    if state != "joining":
+        job.join()
+        job.describe()
+    if state == "stepping":
+        job.ready()
+    assert job.state().name.lower() == state
+    job.exited(1, -9)
+    assert job.failure.message == "the worker of stage 1 was killed by SIGKILL"
+    assert job.failure.stage == "stage 1"
+
+
+@pytest.mark.parametrize(
+    ("cause", "lost"),
+    [(Cause.LOST, True), (Cause.HUNG, True), (Cause.USER, False), (Cause.INTERNAL, False)],
+)
+def test_losses_are_distinguished_from_errors(cause: Cause, lost: bool) -> None:
+    job = ScriptedJob(2).running()
+    job.receive(Failed(1, Failure(cause, "no")))
+    assert isinstance(job.job.generation.end, Lost if lost else JobEnd)
+    assert job.failure.cause is cause
+    assert job.ended.exit_status == 1
+
+
+def test_any_message_shows_that_a_connection_is_open() -> None:
+    """Even a message that is dropped."""
+    job = ScriptedJob(2, worker_timeout=PATIENCE).running()
+    job.handle(Disconnected(b"w1"))
+    job.receive(Saved(1, 1))
+    job.tick(TIMINGS.grace + 0.1)
+    assert job.state() is State.STEPPING
+
+
+def test_a_rank_that_reported_a_secondary_failure_is_not_the_lost_one() -> None:
+    job = ScriptedJob(2).running()
+    job.receive(Failed(0, Failure(Cause.PEER, "0>1 closed")))
+    job.now += TIMINGS.silence
+    job.receive(Failed(1, Failure(Cause.PEER, "1>0 closed")))
+    job.tick(TIMINGS.grace)
+    assert job.failure.message == "0>1 closed; no worker reported a cause"
+
+
+@pytest.mark.parametrize(
+    ("position", "withdrawn"),
+    [
+        (Position(Phase.UPDATE, 1, layer=3), True),
+        (Position(Phase.WAITING, 1), False),
+        (Position(Phase.FORWARD, 2, 0, 3), False),
+    ],
+)
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_step_whose_update_failed_is_not_recorded(
+    position: Position, withdrawn: bool, lost: bool
+) -> None:
+    job = ScriptedJob(2).running()
+    job.step(1)
+    if lost:
+        job.exited(1, -9, position)
+    else:
+        job.receive(Failed(1, Failure(Cause.USER, "the optimizer raised", position=position)))
+    assert of(job.effects, Withdraw) == [Withdraw(1)] * withdrawn
+    assert job.ended.steps == 1 - withdrawn
+
+
+def test_a_step_that_is_saved_stays_recorded() -> None:
+    """The last known position of a lost worker may be an old one."""
+    job = ScriptedJob(2, checkpoint_every="1").running()
+    job.step(1)
+    for rank in job.ranks:
+        job.receive(Saved(rank, 1))
+    job.checkpoint_committed(1)
+    job.exited(1, -9, Position(Phase.UPDATE, 1))
+    assert of(job.effects, Withdraw) == []
+    assert job.ended.steps == 1
+
+
+def test_a_script_saves_its_last_whole_step_before_it_fails() -> None:
+    job = ScriptedJob(2).running()
+    job.step(1)
+    job.receive(Failed(1, Failure(Cause.USER, "no"), stays=True))
+    assert job.state() is State.SAVING
+    job.saved(1)
+    job.checkpoint_committed()
+    assert job.failure.message == "no"
+
+
+def test_a_script_that_fails_in_an_evaluation_does_not_save_half_of_its_step() -> None:
+    job = ScriptedJob(2, evaluate_every=1).running()
+    job.step(1)
+    assert job.state() is State.EVALUATING
+    job.receive(Failed(1, Failure(Cause.USER, "no"), stays=True))
+    assert job.failure.message == "no"
+    assert job.saves_requested(0) == []

@@ -1,0 +1,74 @@
+"""The graph of a step: it predicts what the simulator simulates, and its paths are bounds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeworker.errors import ScheduleError
+from pipeworker.facts.layer_facts import NetworkFacts
+from pipeworker.plan.actions import Action, Kind
+from pipeworker.plan.connect import connect
+from pipeworker.plan.orders import Order
+from pipeworker.plan.partition import even, ranges
+from pipeworker.plan.placement import Placement
+from pipeworker.plan.planner.bounds import Bounds, is_common, moves
+from pipeworker.plan.planner.costs import stage_costs
+from pipeworker.plan.planner.stages import Divisions
+from pipeworker.plan.planner.step_graph import StepGraph
+from pipeworker.plan.simulate import simulate
+from support.pure.facts import DRAWN_ORDERS, networks
+
+MODES = st.sampled_from(["never", "except_first", "always"])
+
+
+@given(
+    facts=networks(),
+    order=DRAWN_ORDERS,
+    workers=st.integers(1, 2),
+    microbatches=st.integers(1, 6),
+    data=st.data(),
+)
+def test_the_graph_gives_the_step_time_of_the_simulator(
+    facts: NetworkFacts, order: Order, workers: int, microbatches: int, data: st.DataObject
+) -> None:
+    placement = order.place(workers)
+    modes = [data.draw(MODES) for _ in range(placement.stages)]
+    divisions = Divisions(facts, order, placement, microbatches, modes)
+    balance = even(divisions.layers, placement.stages)
+    judged = divisions.judge(balance)
+    built = order.build(placement, microbatches, modes, *divisions.pairs(balance))
+    timing = simulate(built, stage_costs(divisions.costs, ranges(balance), placement))
+    updates = [
+        sum(divisions.stage(stage, ranges(balance)[stage])[0].update for stage in held)
+        for held in placement.held
+    ]
+    assert judged.seconds == pytest.approx(timing.makespan + max(updates), rel=1e-12)
+    assert judged.modes == tuple(modes)
+
+
+@given(facts=networks(least=6), order=DRAWN_ORDERS, microbatches=st.integers(1, 5), data=st.data())
+def test_a_path_bounds_the_step_times_of_the_balances_around(
+    facts: NetworkFacts, order: Order, microbatches: int, data: st.DataObject
+) -> None:
+    placement = order.place(2)
+    modes = [data.draw(MODES) for _ in range(placement.stages)]
+    divisions = Divisions(facts, order, placement, microbatches, modes)
+    origin = divisions.judge(even(divisions.layers, placement.stages))
+    assert origin.path is not None
+    if not is_common(origin.path):
+        return
+    bounds = Bounds(divisions, origin, [origin.path])
+    for wide in (False, True):
+        for cuts, step in moves(placement.stages - 1, wide=wide):
+            balance = bounds.moved(cuts, step)
+            if balance is not None:
+                least = bounds.at_least(cuts, balance)
+                assert least <= divisions.judge(balance).seconds * (1 + 1e-12)
+
+
+def test_the_graph_of_a_schedule_that_deadlocks_is_refused() -> None:
+    first = [Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)]
+    with pytest.raises(ScheduleError, match="schedule stuck deadlocks with 4 frames"):
+        StepGraph(connect("stuck", 1, Placement.identity(2), [first, []]))

@@ -1,0 +1,1 @@
+"""Hosts and clusters on one machine."""

@@ -1,0 +1,1 @@
+"""Emulated devices that execute work late."""

@@ -1,0 +1,1 @@
+"""Faults and attacks on real jobs, and damaged data."""

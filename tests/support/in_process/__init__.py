@@ -1,0 +1,1 @@
+"""Pipelines with a thread for each worker, in the test's own process."""

@@ -1,0 +1,1 @@
+"""Processes, their limits, terminals, ports and connections."""

@@ -1,0 +1,1 @@
+"""What tests of decisions and plans share: scripted jobs, orders, messages."""

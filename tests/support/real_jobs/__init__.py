@@ -1,0 +1,1 @@
+"""Real jobs, their job files and scripts, and comparisons of runs."""
