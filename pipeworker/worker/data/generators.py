@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from pipeworker.errors import UsageError
 from pipeworker.worker.stage import rng
 
+Places = list[tuple[str, Any]]
 Generators = dict[str, Any]
 """The user's own random generators that data may draw from, each once, by where it was found.
 
@@ -32,6 +33,8 @@ _OF_THE_STREAM = (
     torch.default_generator,
     *(getattr(function, "__self__", None) for function in (random.random, np.random.random)),
 )
+_OF_CODE = {FunctionType, classmethod, staticmethod, property, *map(type, vars(type).values())}
+_OF_CODE -= {MemberDescriptorType}
 _LEAVES = (*_GENERATORS, type, ModuleType, torch.Tensor, np.ndarray, str, bytes, int, float)
 _MOST_OBJECTS, _MOST_ITEMS = 1000, 100
 """Objects whose contents are searched for generators, and items of a list or dict."""
@@ -42,31 +45,31 @@ _INDICES = {"pos": 624, "buffer_pos": 4}
 def own_generators(data: Any) -> Generators:
     """Return the generators that are known before ``data`` is called, if it is a function.
 
-    They are those of the module that defines it, and of a method's object.
+    They are those of the module that defines it, and those inside of it or of a method's object.
     """
+    if not callable(data):
+        return {}
     owner = getattr(data, "__self__", data)
-    return _distinct([*_module("function", data), ("function", owner)]) if callable(data) else {}
+    return _of_objects([("function", owner)], _module("function", data))
 
 
 def generators_of_source(source: Any) -> Generators:
     """Return the generators of an iterable, of a loader's parts, and of their modules."""
-    parts = list(_parts(source))
-    loading = [(place, part) for place, part in parts if place in ("dataset", "collate_fn")]
-    if not hasattr(source, "__iter__"):  # a map-style dataset
-        loading.append(("data", source))
-    return _of_objects(parts, loading)
+    return _of_objects(list(_parts(source)))
 
 
 def generators_of_loading(dataset: Any, collate: Any) -> Generators:
     """Return the generators that the loading of items may draw from, in a loader's process."""
-    parts = [("dataset", dataset), ("collate_fn", collate)]
-    return _of_objects(parts, parts)
+    return _of_objects([("dataset", dataset), ("collate_fn", collate)])
 
 
-def _of_objects(parts: list[tuple[str, Any]], searched: list[tuple[str, Any]]) -> Generators:
-    """Return the generators of objects and of their modules, and of all inside of some of them."""
-    modules = [found for place, part in parts for found in _module(place, part)]
-    nested = list(_nested(searched))
+def _of_objects(parts: Places, modules: Iterable[tuple[str, Any]] = ()) -> Generators:
+    """Return the generators of some modules, and of objects, all inside of them, and their modules.
+
+    A loader's parts are a few of the objects inside of it, but are named as what they are.
+    """
+    modules = [*modules, *(found for place, part in parts for found in _module(place, part))]
+    nested = list(_nested(parts))
     for place, thing in tuple(nested):  # its type's: a proxy may pretend to be of another module
         nested += _module(place, thing if type(thing) is FunctionType else type(thing))
     return _distinct([*parts, *modules, *nested])
@@ -84,12 +87,12 @@ def _parts(source: Any) -> Iterator[tuple[str, Any]]:
     yield "collate_fn", getattr(source, "collate_fn", None)
 
 
-def _module(place: str, thing: Any) -> list[tuple[str, Any]]:
+def _module(place: str, thing: Any) -> Places:
     module = sys.modules.get(str(getattr(thing, "__module__", None)))
     return [(f"{place}:module", module)] if module else []
 
 
-def _nested(places: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+def _nested(places: Places) -> Iterator[tuple[str, Any]]:
     """Yield the objects inside of others, as the transforms of a dataset, nearest first.
 
     The search is limited: a dataset may have a list of a million samples.
@@ -119,17 +122,38 @@ def _contents(thing: Any) -> Iterator[tuple[str, Any]]:
         yield from (("func", thing.func), ("args", thing.args), ("keywords", thing.keywords))
     elif kind in (MethodType, BuiltinMethodType):
         yield "__self__", thing.__self__
-    elif kind is FunctionType:
-        for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
-            with suppress(ValueError):  # it has no value yet
-                yield name, cell.cell_contents
     else:
         attributes = getattr(thing, "__dict__", None)
         if isinstance(attributes, dict):
             yield from list(attributes.items())
+        if kind is FunctionType:
+            yield from _of_function(thing)
+        elif kind is not ModuleType:
+            for base in kind.__mro__[:-1]:
+                yield from _of_class(base, thing)
 
 
-def _distinct(places: list[tuple[str, Any]]) -> Generators:
+def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the names of a function's closure, and its arguments with a default."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # it has no value yet
+            yield name, cell.cell_contents
+    defaults = function.__defaults__ or ()
+    code = function.__code__
+    yield from zip(code.co_varnames[: code.co_argcount][-len(defaults) :], defaults, strict=False)
+    yield from (function.__kwdefaults__ or {}).items()
+
+
+def _of_class(base: type, thing: Any) -> Iterator[tuple[str, Any]]:
+    """Yield an object's slots of a class, and the attributes of the class that are no code."""
+    for name, value in list(vars(base).items()):
+        if name.startswith("__") or type(value) in _OF_CODE:
+            continue
+        with suppress(AttributeError):  # a slot has no value yet
+            yield name, value.__get__(thing) if type(value) is MemberDescriptorType else value
+
+
+def _distinct(places: Places) -> Generators:
     found: Generators = {}
     seen = set(map(id, _OF_THE_STREAM))
     searched: set[int] = set()
