@@ -156,6 +156,7 @@ def optimizer(params): return Bad(params, lr=0.1)
         {
             "scheduler": f"""
 class Bad:
+    state_dict = load_state_dict = dict
     def step(self):
         {NO}
 def scheduler(opt): return Bad()

@@ -77,6 +77,7 @@ class Reader:
         self._signatures: dict[Any, int] = {}
         self._next_signature = 0
         self._peeked: MicroBatches | None = None
+        self._checks_done = False
 
     def peek(self) -> MicroBatches:
         """Return the first mini-batch without consuming it."""
@@ -217,7 +218,12 @@ class Reader:
         prefix = error_prefix or self.error_prefix
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise UsageError(f"{prefix} {_not_a_pair_message(item)}")
-        return _batch_size(item, prefix), self._signature(item)
+        samples = _batch_size(item, prefix)
+        if samples > 1 and self.microbatches > 1 and not self._checks_done:
+            for half in item:
+                _check_lists(half, samples, prefix)
+            self._checks_done = True  # by chance, a later one may have as many samples
+        return samples, self._signature(item)
 
     def _signature(self, item: Any) -> int:
         """Return a number that stands for the structure, shapes and dtypes of a mini-batch."""
@@ -281,6 +287,19 @@ def _check_leaves(leaves: Sequence[Any], prefix: str) -> None:
             )
         if isinstance(leaf, Mapping):  # a class that is not registered with pytree
             raise UsageError(f"{prefix} {a_type(leaf)}; make it a plain dict, dict(batch)")
+
+
+def _check_lists(value: Any, samples: int, prefix: str) -> None:
+    """Reject lists that seem to have a plain value for each sample: they are not split."""
+    if type(value) in (list, tuple) and len(value) == samples and not distinct_tensors(value):
+        raise UsageError(
+            f"{prefix} a {type(value).__name__} of {samples} plain values beside tensors of "
+            f"{samples} samples; if they are one for each sample, put them into a tensor, which is "
+            "split into micro-batches; if not, put them into a dict, which each micro-batch gets"
+        )
+    if isinstance(value, (list, tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            _check_lists(part, samples, prefix)
 
 
 def _batch_size(item: Any, prefix: str) -> int:

@@ -43,6 +43,8 @@ class StageOptimizers:
     _make_schedulers: Callable[[], Any] | None = None
     _used: Sequence[bool] = ()
     """For each optimizer that was returned, whether it has parameters of the stage."""
+    _others: Sequence[torch.Tensor] = ()
+    """What the optimizers have besides the stage's parameters."""
 
     @classmethod
     def make(
@@ -72,7 +74,8 @@ class StageOptimizers:
             _check_optimizer(one, a_list=one is not returned)
         leading = _leading(returned, every, own)
         used = [has_parameters(one) for one in every]
-        made = cls(returned, list(compress(every, used)), leading, _used=used)
+        others = _others(every, own)
+        made = cls(returned, list(compress(every, used)), leading, _used=used, _others=others)
         if job.scheduler is not None:
             made._make_schedulers = partial(call_scheduler, job.scheduler, returned, steps)
             with user_code("scheduler()", early=True):
@@ -92,7 +95,20 @@ class StageOptimizers:
         return float(self.leading.param_groups[0]["lr"]) if self.leading else math.nan
 
     def step(self) -> None:
-        """Step the optimizers, in their order."""
+        """Step the optimizers, in their order.
+
+        Raises:
+            UsageError: one trains a parameter that no layer has. Its gradient would be neither
+                scaled nor cleared, and no checkpoint would have it.
+            UserCodeError: one raised.
+        """
+        for other in self._others:
+            if other.grad is not None:
+                raise UsageError(
+                    f"optimizer(params) trains a tensor of shape {list(other.shape)} that is none "
+                    "of `params`, as one of the loss; make it a parameter of the last layer, which "
+                    "returns what the loss needs of it"
+                )
         with user_code("the optimizer"):
             for optimizer in self.all:
                 optimizer.step()
@@ -146,6 +162,11 @@ def _check_optimizer(built: Any, *, a_list: bool) -> None:
             f"{what}, which evaluates the model inside its step; a pipeline cannot do that, choose "
             "another optimizer"
         )
+    if type(built).state_dict is not Optimizer.state_dict:
+        raise UsageError(
+            f"{what}, whose state_dict() is its own; a run resumes with what is in `state` and "
+            "`param_groups`, so choose an optimizer that keeps its state there"
+        )
 
 
 def _leading(
@@ -169,6 +190,13 @@ def _leading(
             "requires_grad_(False)"
         )
     return leading
+
+
+def _others(every: Sequence[Optimizer], own: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    """Return what optimizers have besides a stage's parameters, as those of the other stages."""
+    known = set(map(id, own))
+    groups = [group for optimizer in every for group in optimizer.param_groups]
+    return [p for group in groups for p in group["params"] if id(p) not in known]
 
 
 def _checked_schedulers(
@@ -199,6 +227,11 @@ def _check_scheduler(scheduler: Any, built: Optimizer) -> None:
     kind = a_type(scheduler)
     if isinstance(scheduler, type) or not hasattr(scheduler, "step"):
         raise UsageError(f"scheduler(optimizer) returned {kind}; return a learning-rate scheduler")
+    if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
+        raise UsageError(
+            f"scheduler(optimizer) returned {kind} without state_dict() and load_state_dict(), "
+            "which a run that resumes needs; add them, or derive it from torch's LRScheduler"
+        )
     of = getattr(scheduler, "optimizer", built)
     if isinstance(of, Optimizer) and of is not built:
         raise UsageError(

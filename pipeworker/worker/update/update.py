@@ -146,7 +146,7 @@ class Updater:
         schedulers = self.optimizers.schedulers or [None] * len(every)
         for optimizer, scheduler in zip(every, schedulers, strict=True):
             schedule = None
-            if hasattr(scheduler, "state_dict"):
+            if scheduler is not None:
                 with user_code("state_dict() of the scheduler"):
                     schedule = scheduler.state_dict()
             found.append(OptimizerState(optimizer, schedule, scheduler))

@@ -160,6 +160,8 @@ def test_a_generator_object_has_one_epoch() -> None:
             "a sparse tensor, which cannot be split; make it dense",
         ),
         ((torch.zeros(2), torch.zeros(3)), r"disagree in dim 0, the batch: \(2,\), \(3,\)"),
+        ((torch.zeros(2), ["a", "b"]), "a list of 2 plain values beside tensors of 2 samples"),
+        (({"x": torch.zeros(3), "y": [(1, 2, 3)]}, None), "a tuple of 3 plain values beside"),
         (({"a": torch.zeros(2, 1), "b": torch.zeros(1)}, 0), r"\(2, 1\), \(1,\)"),
         (
             ((torch.zeros(5, 2), torch.zeros(5, 5)), torch.zeros(2, 5)),

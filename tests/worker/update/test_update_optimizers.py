@@ -33,6 +33,19 @@ def halving(optimizers: Any) -> list[Any]:
     return [schedules.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
 
 
+class Stateless:
+    """A scheduler that no run can resume."""
+
+    def step(self) -> None: ...
+
+
+class Lookahead(torch.optim.SGD):
+    """An optimizer with state beside its own, as those that wrap another one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "slow": torch.zeros(2)}
+
+
 def make(layers: list[nn.Module], optimizer: Any = kinds, scheduler: Any = None) -> Updater:
     return Updater(layers, 0, JobFile(None, print, optimizer, None, scheduler), steps=8)
 
@@ -176,6 +189,7 @@ def test_schedulers_are_made_again_for_another_number_of_steps() -> None:
         (lambda every: halving(every[::-1]), "an ExponentialLR of another optimizer"),
         (lambda every: [3, None], "an int; return a learning-rate scheduler"),
         (lambda every: [schedules.StepLR, None], "a type; return a learning-rate scheduler"),
+        (lambda every: [Stateless(), None], "a Stateless without state_dict"),
     ],
 )
 def test_each_optimizer_has_its_scheduler(returned: Any, text: str) -> None:
@@ -190,8 +204,21 @@ def test_each_optimizer_has_its_scheduler(returned: Any, text: str) -> None:
         (lambda params: [torch.optim.SGD(params), 3], "a list with an int; return a torch.optim"),
         (lambda params: [torch.optim.SGD(params)] * 2, "two optimizers with the same parameter"),
         (lambda params: [torch.optim.LBFGS(params)], "a list with a LBFGS, which evaluates"),
+        (lambda params: [Lookahead(params)], "a list with a Lookahead, whose state_dict"),
     ],
 )
 def test_a_list_that_is_none(returned: Any, text: str) -> None:
     with pytest.raises(UsageError, match=rf"^optimizer\(params\) returned {text}"):
         make([nn.Linear(2, 2)], returned)
+
+
+def test_a_parameter_of_no_layer_is_not_trained() -> None:
+    temperature = nn.Parameter(torch.ones(3))
+    layer = nn.Linear(2, 2)
+    updater = make([layer], lambda params: torch.optim.SGD([*params, temperature]))
+    step(updater)  # a parameter of another stage has no gradient
+    temperature.grad = torch.ones(3)
+    with pytest.raises(
+        UsageError, match=r"trains a tensor of shape \[3\] that is none of `params`"
+    ):
+        step(updater)

@@ -206,7 +206,7 @@ def test_a_scheduler_of_another_optimizer_is_refused() -> None:
 
 
 def test_a_scheduler_that_names_no_optimizer_is_let_through() -> None:
-    made = SimpleNamespace(step=lambda: None)
+    made = SimpleNamespace(step=lambda: None, state_dict=dict, load_state_dict=print)
     assert make([nn.Linear(1, 1)], sgd, lambda _: made).optimizers.schedulers == [made]
 
 
