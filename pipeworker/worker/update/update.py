@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeworker.errors import UsageError
 from pipeworker.facts.layer_names import layer_of, numbered, shown, split_numbered
 from pipeworker.facts.position import Phase
 from pipeworker.host.position import Tracker
@@ -76,6 +77,7 @@ class Updater:
         }
         self._seed, self._clip_value = seed, clip_value
         self._tracker = tracker or Tracker()
+        self._is_frozen = not any(p.requires_grad for p in self._all)
         self._accelerator = next((rng.accelerator_generator(p.device) for p in self._all), None)
         self.shards = [self.parameters]
         if replicas > 1:
@@ -122,8 +124,16 @@ class Updater:
         """Scale and clip the gradients, step the optimizer and the scheduler, drop the gradients.
 
         Raises:
+            UsageError: a parameter wants a gradient now, of a stage where none did at the start.
             UserCodeError: the optimizer, the scheduler or ``before_update`` raised.
         """
+        if self._is_frozen and any(p.requires_grad for p in self._all):
+            first, last = self._layers[0][0], self._layers[-1][0]
+            raise UsageError(
+                f"a parameter of layers {first} to {last} requires grad now, while none did at the "
+                "start, so their stage has no optimizer; call requires_grad_() in model() instead, "
+                "and continue with --resume"
+            )
         if self._ties is not None:
             self._ties.set_gradients()
         if not self.optimizers.all and len(self.shards) == 1:

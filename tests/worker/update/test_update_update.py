@@ -69,6 +69,15 @@ def test_the_update_is_scaled_and_clears() -> None:
     assert all(parameter.grad is None for parameter in made.parameters())
 
 
+def test_a_frozen_stage_that_begins_to_train_is_an_error() -> None:
+    made = layer(None, None).requires_grad_(False)
+    updater = make([made], never, first=3)
+    updater.apply(Update(1))
+    next(made.parameters()).requires_grad_(True)
+    with pytest.raises(UsageError, match="of layers 3 to 3 requires grad now, while none did"):
+        updater.apply(Update(2))
+
+
 def test_a_scale_of_one_leaves_the_gradients_alone() -> None:
     made = layer(1.0)
     (parameter,) = made.parameters()
