@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -46,12 +47,30 @@ def test_the_files_and_versions_of_the_image_are_there_and_pinned() -> None:
     torch = re.search(r"^ARG TORCH=(.+)$", text, re.MULTILINE)
     assert torch is not None
     assert f"TORCH ?= torch=={torch[1]}\n" in (ROOT / "Makefile").read_text()
-    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE)
-    names = " ".join(copied).split()
-    assert {"launcher", "pipeworker", "cli.py", "setup.cfg"} <= {*names}
-    assert all((ROOT / name).exists() for name in names)
+    names = copied(text)
     sent = DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().splitlines()
     assert {line[1:] for line in sent if line.startswith("!")} == {*names}
+
+
+def copied(text: str) -> list[str]:
+    """Return the names that a Dockerfile copies from the repository."""
+    return " ".join(re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE)).split()
+
+
+def test_a_wheel_is_built_of_what_the_image_copies(tmp_path: Path) -> None:
+    for name in copied(DOCKERFILE.read_text()):
+        source, target = ROOT / name, tmp_path / "src" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target)
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path)]
+    made = subprocess.run([*build, tmp_path / "src"], capture_output=True, text=True, timeout=120)
+    assert made.returncode == 0, made.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"pipeworker/_command/cli.py", "pipeworker/worker/worker.py"} <= {*names}
 
 
 def normalized(names: Iterable[str]) -> set[str]:
