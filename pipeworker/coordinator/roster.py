@@ -30,7 +30,8 @@ class Member:
     Attributes:
         name: the worker's name for the user, by the stages it holds.
         unreachable_since: the time at which its connection was found closed, or None.
-        moved_at: the time at which its position last changed, or whether it waits.
+        moved_at: the time at which its position last changed, or whether it waits, or at which it
+            last answered.
         beat: its last heartbeat.
     """
 
@@ -193,10 +194,12 @@ class Roster:
     def deadlocked(self, awaited: Collection[int]) -> Failure | None:
         """Return a failure if all awaited workers have reported for too long that they wait.
 
+        What they wait for may have come from a worker that has moved since, and is not awaited.
         Between hosts they may wait for a connection that is silent for some time after an outage.
         """
         members = [self.members[rank] for rank in sorted(awaited) if rank in self.members]
-        waited = [m.last_heard - m.moved_at for m in members if m.beat.waiting]
+        moved_at = max((member.moved_at for member in self.members.values()), default=0.0)
+        waited = [m.last_heard - moved_at for m in members if m.beat.waiting]
         several_hosts = len({member.hello.host for member in self.members.values()}) > 1
         limit = self.timings.network_patience(self.limit) if several_hosts else self.limit
         if not members or len(waited) < len(members) or min(waited) <= limit:

@@ -114,6 +114,8 @@ class Waiting:
         if rank not in self.awaited:
             return False  # a repeated message counts once
         self.awaited.discard(rank)
+        member = self.roster.members[rank]
+        member.moved_at = member.last_heard  # its heartbeat may report this only after others'
         return not self.awaited
 
     def send(self, peer: bytes, message: ToWorker) -> Send:

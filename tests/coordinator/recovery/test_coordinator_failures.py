@@ -254,6 +254,18 @@ def test_a_silent_worker_is_not_taken_for_one_that_waits() -> None:
     assert job.failure.message == "stage 0 (pid 1000 on host) has not answered for 60 s"
 
 
+def test_a_worker_that_has_just_answered_has_ended_the_others_wait() -> None:
+    job = ScriptedJob(2, worker_timeout=PATIENCE).running()
+    for _ in range(3):  # stage 0 computes, and stage 1 waits for it
+        job.receive(Heartbeat(0, Position(Phase.FORWARD, 1, 0, 0)))
+        job.receive(waiting(1))
+        job.tick(PATIENCE / 2)
+    job.receive(waiting(1))
+    job.done(0, 1)  # stage 1 has what it waited for, as its next heartbeat will report
+    job.tick(0.25)
+    assert job.state() is State.STEPPING
+
+
 def test_a_computing_worker_has_no_deadlock_timeout() -> None:
     job = ScriptedJob(2, worker_timeout=PATIENCE).running()
     for _ in range(20):
