@@ -49,8 +49,11 @@ _RESERVED = ("step", "loss")
 
 @contextmanager
 def eval_mode(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Disable gradients and set every module to eval mode; restore each module on exit."""
-    training = [module for layer in layers for module in layer.modules() if module.training]
+    """Disable gradients and set every module to eval mode; restore each module on exit.
+
+    A module whose ``train()`` is its own may do more, as layers of LoRA that merge their weights.
+    """
+    modes = {module: module.training for layer in layers for module in layer.modules()}
     try:
         for layer in layers:
             with user_code("eval()"):
@@ -58,8 +61,12 @@ def eval_mode(layers: Sequence[nn.Module]) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
-        for module in training:
-            module.training = True
+        for module, training in modes.items():
+            if type(module).train is not nn.Module.train:
+                with user_code("train()"):
+                    module.train(training)
+        for module, training in modes.items():
+            module.training = training
 
 
 @dataclass(slots=True)

@@ -86,6 +86,31 @@ def test_metrics_must_be_named_scalars(values: Any, message: str) -> None:
         Averages(_target_as_loss, lambda output, target: values).add(None, torch.tensor(1.0), 1)
 
 
+class Merging(nn.Linear):
+    """A layer whose mode is more than a flag."""
+
+    merged = False
+
+    def train(self, mode: bool = True) -> Merging:
+        self.merged = not mode
+        return super().train(mode)
+
+
+def test_a_module_with_its_own_train_is_told_that_the_pass_has_ended() -> None:
+    net = nn.Sequential(Merging(1, 1), nn.Sequential(Merging(1, 1).eval()), Merging(1, 1))
+    with suppress(KeyError), eval_mode([net]):
+        assert [module.merged for module in net.modules() if isinstance(module, Merging)] == [
+            True
+        ] * 3
+        raise KeyError
+    merging = [module for module in net.modules() if isinstance(module, Merging)]
+    assert [(one.merged, one.training) for one in merging] == [
+        (False, True),
+        (True, False),
+        (False, True),
+    ]
+
+
 def test_eval_mode_restores_each_module() -> None:
     inner = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout())
     net = nn.Sequential(nn.Dropout(), inner)
