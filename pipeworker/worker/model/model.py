@@ -31,7 +31,7 @@ from pipeworker.worker.stage.cut.part import Cut
 from pipeworker.worker.stage.cut.plan import CutPlan
 from pipeworker.worker.stage.shared_buffers import Place
 from pipeworker.worker.transport.structure import TypeRegistry
-from pipeworker.worker.update.ties import Ties, separate, shared_parameters
+from pipeworker.worker.update.ties import Ties, reject_common_memory, separate, shared_parameters
 
 PlanOf = Callable[[nn.Module], tuple[CutPlan, TypeRegistry]]
 """Returns the plan of a module that is no sequence, and the classes that its values may have."""
@@ -85,6 +85,7 @@ class Model:
         for index, entry in enumerate(self.entries):
             if isinstance(entry, nn.Module):
                 reject_lazy_layer(entry, index)
+        reject_common_memory(self.entries)
         self._origins = Origins(self.entries)
         self.existing: list[Existing] = []
         self._buffers = buffer_places(self.entries)
@@ -167,6 +168,7 @@ class Model:
         built = list(self.cut.parts_of(module).values())
         for index, one in enumerate(built):
             self._note_names(index, one)
+        reject_common_memory(built)
         for layer in layers:
             self.entries[layer] = built[layer]
 

@@ -10,8 +10,10 @@ update to its own copy.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +22,7 @@ from pipeworker.errors import UsageError
 from pipeworker.facts.connections import Tie
 from pipeworker.facts.layer_names import layer_of, numbered, split_numbered
 from pipeworker.job.file import Entry
-from pipeworker.worker.internals import move_hooks
+from pipeworker.worker.internals import is_fake, move_hooks
 from pipeworker.worker.stage.cut.units import computed_attributes
 from pipeworker.worker.transport.channel import Receiver, Sender
 
@@ -36,6 +38,53 @@ def shared_parameters(entries: Sequence[Entry]) -> list[list[str]]:
             for name, parameter in entry.named_parameters():
                 places.setdefault(id(parameter), []).append(numbered(index, name))
     return [names for names in places.values() if len(names) > 1]
+
+
+class _Range(NamedTuple):
+    """The addresses of the begin and the end of a tensor's elements, with its place."""
+
+    begin: int
+    end: int
+    layer: int
+    name: str
+    tensor: torch.Tensor
+
+
+def reject_common_memory(entries: Sequence[Entry]) -> None:
+    """Reject a trained parameter in whose memory another layer has a tensor of its own.
+
+    Each stage would have its own memory. One parameter that is in several layers is tied.
+
+    Raises:
+        UsageError: two layers have such tensors.
+    """
+    last: _Range | None = None
+    for one in sorted(_ranges(entries), key=itemgetter(0)):
+        if last is None or last.end <= one.begin:
+            last = one
+            continue
+        trained = last.tensor.requires_grad or one.tensor.requires_grad
+        if trained and last.layer != one.layer and last.tensor is not one.tensor:
+            first, second = sorted((last, one), key=itemgetter(2))
+            raise UsageError(
+                f"layers {first.layer} and {second.layer}: {first.name} and {second.name} are two "
+                "tensors in the same memory, and each stage would have its own; make them one "
+                "parameter of both layers (b.weight = a.weight), which is then tied, or clone() one"
+            )
+        last = max(last, one, key=itemgetter(1))
+
+
+def _ranges(entries: Sequence[Entry]) -> Iterator[_Range]:
+    """Yield where the dense parameters and buffers of layers are."""
+    for index, entry in enumerate(entries):
+        named = entry if isinstance(entry, nn.Module) else nn.Module()
+        for name, tensor in (*named.named_parameters(), *named.named_buffers()):
+            if tensor.layout is torch.strided and not is_fake(tensor) and tensor.numel():
+                sizes = zip(tensor.shape, tensor.stride(), strict=True)
+                count = 1 + sum((n - 1) * step for n, step in sizes)
+                begin = tensor.data_ptr()
+                end = begin + count * tensor.itemsize
+                yield _Range(begin, end, index, numbered(index, name), tensor)
 
 
 def separate(entry: nn.Module, names: Iterable[str]) -> nn.Module:

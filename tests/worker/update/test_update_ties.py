@@ -10,7 +10,7 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.facts.connections import Tie
-from pipeworker.worker.update.ties import Ties, separate, shared_parameters
+from pipeworker.worker.update.ties import Ties, reject_common_memory, separate, shared_parameters
 
 
 def never(_: int) -> nn.Module:
@@ -116,3 +116,34 @@ def test_mistakes_are_named(names: tuple[str, ...], message: str) -> None:
     layers = {0: nn.Linear(2, 2), 1: nn.Linear(2, 2)}
     with pytest.raises(UsageError, match=message):
         Ties(0, [Tie(names, (0, 0))], layers, never)
+
+
+def by_data(a: nn.Linear, b: nn.Linear) -> None:
+    b.weight.data = a.weight.data
+
+
+def by_parameter(a: nn.Linear, b: nn.Linear) -> None:
+    b.weight = nn.Parameter(a.weight[:1])
+
+
+def by_buffer(a: nn.Linear, b: nn.Linear) -> None:
+    b.register_buffer("seen", a.weight.detach().view(-1)[2:])
+
+
+@pytest.mark.parametrize("share", [by_data, by_parameter, by_buffer])
+def test_two_tensors_in_one_memory_are_rejected(share: Any) -> None:
+    a, b, c = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    reject_common_memory([a, b, a])
+    share(a, b)
+    name = "seen" if share is by_buffer else "weight"
+    with pytest.raises(UsageError, match=rf"^layers 1 and 2: 1\.weight and 2\.{name} are two"):
+        reject_common_memory([c, a, b])
+    reject_common_memory([c, nn.Sequential(a, b)])
+    reject_common_memory([a.requires_grad_(False), b.requires_grad_(False)])
+
+
+def test_parts_of_one_memory_that_do_not_overlap_are_no_tie() -> None:
+    flat = torch.randn(8)
+    a, b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    a.weight.data, b.weight.data = flat[:4].view(2, 2), flat[4:].view(2, 2)
+    reject_common_memory([a, b])
