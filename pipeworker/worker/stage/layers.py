@@ -20,6 +20,7 @@ from pipeworker.plan.ties import MODEL
 from pipeworker.worker import blame
 from pipeworker.worker.internals import allow_any_number_of_graphs, calling_around_compilations
 from pipeworker.worker.stage import rng
+from pipeworker.worker.stage.backward_streams import BackwardStreams
 from pipeworker.worker.stage.borrowed import Borrowing
 from pipeworker.worker.stage.cut.part import Part
 from pipeworker.worker.stage.shared_buffers import Place
@@ -140,6 +141,7 @@ class Layers:
         if config.compiler:
             self._calls = compiled(called, config.compiler)
         self._borrowing = config.borrowing
+        self.backward_streams = BackwardStreams(config.seed, self._accelerator)
         self._step = 0
         self._number = 0
 
@@ -267,9 +269,13 @@ class Layers:
         node = tensor.grad_fn if tensor is not None else None
         if node is None or node is previous:
             return previous
-        position = (Phase.BACKWARD, self._step, microbatch, layer)
-        node.register_prehook(lambda _: self._tracker.set(*position))
+        node.register_prehook(lambda _: self.enter_backward(microbatch, layer))
         return node
+
+    def enter_backward(self, microbatch: int, layer: int) -> None:
+        """Note that the backward of a micro-batch has come to a layer, and seed what it draws."""
+        self._tracker.set(Phase.BACKWARD, self._step, microbatch, layer)
+        self.backward_streams.enter(self._step, self._number + microbatch, layer)
 
 
 def autocast(device_type: str, precision: str) -> torch.autocast | None:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 _PATH = Struct("<6q")
-_LAYER, _BUILD, _DATA, _EVALUATION, _EVALUATION_DATA, _UPDATE, _APART = range(7)
+_LAYER, _BUILD, _DATA, _EVALUATION, _EVALUATION_DATA, _UPDATE, _APART, _BACKWARD = range(8)
 _POSITIVE = (1 << 63) - 1
 
 
@@ -32,6 +32,11 @@ def _derive(kind: int, seed: int, *path: int) -> int:
 def layer_seed(seed: int, step: int, microbatch: int, layer: int) -> int:
     """Return the seed of a layer's forward for one micro-batch of one step."""
     return _derive(_LAYER, seed, step, microbatch, layer)
+
+
+def backward_seed(seed: int, step: int, microbatch: int, layer: int) -> int:
+    """Return the seed of a layer's backward for one micro-batch of one step."""
+    return _derive(_BACKWARD, seed, step, microbatch, layer)
 
 
 def build_seed(seed: int, layer: int) -> int:
@@ -136,6 +141,20 @@ def _generator_in_use() -> Generator | None:
 
 States = tuple[Any, Any, Any, Any]
 """The states of torch's CPU generator, Python's, NumPy's and an accelerator's, if there is one."""
+
+
+def have_drawn(before: States, after: States) -> bool:
+    """Return whether a number was drawn between two states of the generators."""
+    torch_state, python_state, numpy_state, accelerator_state = after
+    numpy_before = before[2]["state"]
+    return not (
+        torch.equal(torch_state, before[0])
+        and python_state == before[1]
+        and numpy_state["state"]["pos"] == numpy_before["pos"]
+        and np.array_equal(numpy_state["state"]["key"], numpy_before["key"])
+        and numpy_state["has_gauss"] == before[2]["has_gauss"]
+        and (accelerator_state is None or torch.equal(accelerator_state, before[3]))
+    )
 
 
 class Stream:

@@ -79,6 +79,7 @@ class Stage:
         self._shared = SharedBuffers(self.layers, config.first, config.shared_buffers)
         self._input_changes: bool | None = None
         self._weights = [*nn.ModuleList(self.layers).parameters()]  # each once
+        self._trained: list[bool] | None = None  # as the first micro-batch leaves them
         self._local = LocalGradients(self._weights)
         self._watched = _WATCHED
         self.checks_outputs = config.device.type == "cpu"
@@ -97,18 +98,31 @@ class Stage:
         self._layers.begin(step, first)
         self._buffers.begin()
         self._shared.begin()
+        self._trained = None
         if self._offload is not None:
             self._offload.begin()
 
     def end(self) -> None:
-        """End the mini-batch: deferred batch norms update their statistics."""
+        """End the mini-batch: deferred batch norms update their statistics.
+
+        Raises:
+            UsageError: forwards have changed what all of the mini-batch depends on.
+        """
         self._shared.check(self._step)
+        if self._trained not in (None, [p.requires_grad for p in self._weights]):
+            raise UsageError(
+                f"stage {self.index}: a layer has called requires_grad_() behind the first "
+                "micro-batch of a mini-batch, and the other forwards come before or after it as "
+                "the schedule has them; call it in the first one, or in model()"
+            )
         self.deferred.commit()
 
     def forward(self, mb: MicroBatch) -> None:
         """Run the layers: sets ``outgoing`` and ``departing``, or the loss on the last stage."""
         with self._local.forward(mb):
             self._forward(mb)
+        if self._trained is None:
+            self._trained = [p.requires_grad for p in self._weights]
 
     def _forward(self, mb: MicroBatch) -> None:
         if not mb.recompute:
@@ -120,24 +134,26 @@ class Stage:
         # The graph of this forward is dropped at once. It is built nevertheless: kernels may depend
         # on grad mode, and only the graph shows which outputs require grad. Its peak memory is
         # that of the recompute.
-        inputs = mb.value if self.skips is None else (mb.value, mb.arrived)
+        target, alone = mb.target, self.skips is None and self._loss is None
+        inputs = mb.value if alone else (mb.value, mb.arrived, target)
         if self._input_changes is not False:
             inputs = map_tensors(aligned_copy, inputs)
         before = versions(inputs)
         if self._watched:
             mb.weights_version = self._weights_version()
         with self._buffers.first_forward(mb):
-            value, arrived = (inputs, {}) if self.skips is None else inputs
+            value, arrived, mb.target = (inputs, {}, target) if alone else inputs
             output = self._run(mb, value, arrived, Phase.FORWARD)
         if self._watched and self.checks_outputs:
             mb.checksums = checksums(output)
         mb.edges = ()
+        changed, mb.target = versions(inputs) != before, target
         if self._input_changes is None:
-            self._input_changes = versions(inputs) != before
-        elif not self._input_changes and versions(inputs) != before:
+            self._input_changes = changed
+        elif changed and not self._input_changes:
             raise UsageError(
-                f"stage {self.index}: a layer changed the stage's input in place, as none had in "
-                "the first forward; use --recompute never for such a layer"
+                f"stage {self.index}: a layer changed the stage's input in place, or the loss its "
+                "target, as none had in the first forward; use --recompute never"
             )
 
     def recompute(self, mb: MicroBatch) -> None:
@@ -183,6 +199,7 @@ class Stage:
         add_local_gradients(mb, self._loss_scale)
         if roots:
             self._engine(roots, gradients, False, False, (), True, True)
+        self._layers.backward_streams.leave()
         self._set_gradients(mb, mb.boundary or None)
 
     def backward_input(self, mb: MicroBatch) -> None:
@@ -194,21 +211,23 @@ class Stage:
             caught, mb.weight_gradients = split.backward_input(
                 roots, gradients, begins, self._engine
             )
+        self._layers.backward_streams.leave()
         self._set_gradients(mb, caught)
 
     def backward_weight(self, mb: MicroBatch) -> None:
         """Run the second half of a split backward: accumulate the gradients of weights."""
-        self.tracker.set(Phase.BACKWARD, self._step, mb.number, self.last_layer)
+        self._layers.enter_backward(mb.number, self.last_layer)
         weight_gradients, mb.weight_gradients = mb.weight_gradients, None
         add_local_gradients(mb, self._loss_scale)
         if weight_gradients is not None:
             weight_gradients.run(self._engine)
+        self._layers.backward_streams.leave()
 
     def _start_backward(
         self, mb: MicroBatch
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """Remove the roots of backward and their gradients from the micro-batch."""
-        self.tracker.set(Phase.BACKWARD, self._step, mb.number, self.last_layer)
+        self._layers.enter_backward(mb.number, self.last_layer)
         if mb.offloaded is not None:
             mb.offloaded.arrive()
             mb.offloaded = None

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
+from pipeworker.errors import UsageError
+from pipeworker.plan.placement import Placement
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.recompute import Buffers
+from support.in_process.pipelines import Pipeline, filled
 
 
 def run_twice(
@@ -161,3 +166,49 @@ def test_an_attribute_that_is_assigned_late_is_as_in_the_first_forward(
     for values in ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), (7.0, 8.0, 9.0)):
         first, second = run_twice(layer, buffers, values)
         assert first == second == [plain(value) for value in values]
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+class Freezing(nn.Linear):
+    """Freezes itself in one of its forwards."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(2, 2)
+        self.left = at
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        self.requires_grad_(self.left >= 0)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_layer_freezes_itself_between_mini_batches_only(at: int) -> None:
+    batches = [(torch.randn(4, 2), torch.randn(4, 2)) for _ in range(2)]
+    plan = filled(Placement.identity(1), "never")
+    made = [Freezing(at), nn.Linear(2, 2)]
+    pipeline = Pipeline(made, functional.mse_loss, batches, plan, microbatches=2, optimizer=sgd)
+    if at == 2:  # the first forward of the second mini-batch
+        pipeline.train(2)
+        return
+    with pytest.raises(UsageError, match=r"^stage 0: a layer has called requires_grad_\(\) behind"):
+        pipeline.train(2)
+
+
+def popping(output: torch.Tensor, target: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A loss that takes its target apart, in place."""
+    return functional.mse_loss(output, target.pop("y").sub_(1))
+
+
+def test_a_loss_may_change_its_target_although_it_runs_twice() -> None:
+    batches = [(torch.randn(4, 2), {"y": torch.randn(4, 2)}) for _ in range(2)]
+    losses = []
+    for mode in ("never", "always"):
+        torch.manual_seed(0)
+        made, plan = [nn.Linear(2, 2), nn.Linear(2, 2)], filled(Placement.identity(2), mode)
+        pipeline = Pipeline(made, popping, batches, plan, microbatches=2, optimizer=sgd)
+        losses.append(pipeline.train(2).losses)
+    assert losses[0] == losses[1]

@@ -1,0 +1,101 @@
+"""Random numbers drawn in a backward, which depend neither on the stages nor on what ran before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pipeworker.plan.placement import Placement
+from pipeworker.worker.stage import backward_streams, rng
+from pipeworker.worker.stage.backward_streams import BackwardStreams
+from support.in_process.pipelines import MODES, Pipeline, filled
+
+WIDTH = 6
+
+
+class Noise(torch.autograd.Function):
+    """The identity, whose backward adds noise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient + torch.randn_like(gradient) * random.random()
+
+
+class Noisy(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = Noise.apply(super().forward(x))  # type: ignore[no-untyped-call]
+        return out
+
+
+def hooked() -> nn.Module:
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.weight.register_hook(  # type: ignore[no-untyped-call]
+        lambda g: g + torch.randn_like(g) * float(np.random.rand())
+    )
+    return layer
+
+
+def layers() -> list[nn.Module]:
+    made = [nn.Linear(WIDTH, WIDTH), Noisy(WIDTH, WIDTH), nn.Tanh(), hooked(), nn.Dropout()]
+    return [*made, Noisy(WIDTH, WIDTH)]
+
+
+def trained(stages: int, mode: Any) -> Any:
+    torch.manual_seed(0)
+    batches = [(torch.randn(5, WIDTH), torch.randn(5, WIDTH)) for _ in range(3)]
+
+    def sgd(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1)
+
+    plan = filled(Placement.identity(stages), mode)
+    pipeline = Pipeline(layers(), functional.mse_loss, batches, plan, microbatches=2, optimizer=sgd)
+    return pipeline.train(3)
+
+
+def test_what_backwards_draw_does_not_depend_on_stages_or_recomputation() -> None:
+    first, *others = [trained(stages, mode) for stages in (1, 2, 3) for mode in MODES]
+    for other in others:
+        assert other.losses == first.losses
+        assert all(torch.equal(first.weights[name], other.weights[name]) for name in first.weights)
+
+
+DRAWS: list[Callable[[], Any]] = [
+    lambda: torch.rand(1),
+    random.random,
+    np.random.rand,
+    np.random.randn,
+]
+
+
+def seeds_after(watched: int, draw: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return how often a stage is seeded in a backward after those that are watched."""
+    streams = BackwardStreams(0, None)
+    for number in range(watched):
+        streams.enter(1, number, 1)
+        if number == watched - 1:
+            draw()
+        streams.enter(1, number, 0)
+        streams.leave()
+    seeds: list[int] = []
+    monkeypatch.setattr(rng, "seed_all", lambda seed, _: seeds.append(seed))
+    streams.enter(1, watched, 0)
+    return len(seeds)
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_a_stage_is_seeded_only_while_a_backward_may_draw(
+    draw: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert seeds_after(backward_streams._WATCHED, draw, monkeypatch) == 1
+    assert seeds_after(backward_streams._WATCHED, lambda: None, monkeypatch) == 0
