@@ -34,6 +34,7 @@ from pipeworker.errors import PipeworkerError, UnreadableFile, UsageError
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.host.descriptors import DescriptorReserve, check_available, check_tasks
+from pipeworker.host.lifetime import signal_with_parent
 from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.job.options import Options
 from pipeworker.job.planning import plan_job
@@ -285,6 +286,7 @@ def check_room(options: Options) -> None:
 
 def main() -> int:
     """Run the job that the configuration on standard input describes; return the exit status."""
+    signal_with_parent(signal.SIGCONT)  # a stopped coordinator would not see its input end
     line = io.FileIO(0, closefd=False).readline()  # unbuffered: later lines are left in the pipe
     if not line.endswith(b"\n"):
         return 1

@@ -330,7 +330,7 @@ def main() -> int:
         for name in ("process", "model.survey_process", "data.reader_process"):
             importlib.import_module(f"pipeworker.worker.{name}")
         importlib.import_module("pipeworker.worker.internals").preload()
-    die_with_parent(parent, 0)
+    die_with_parent(parent, signal.SIGCONT)  # a stopped agent would not see its input end
     gc.freeze()
     raise_limit()  # the memories of many workers need more than a process has at first
     Agent(watcher, sockets, remote=bool(words)).serve()

@@ -16,6 +16,7 @@ import pytest
 from pipeworker.errors import UsageError
 from pipeworker.runs.begin import RunRequest
 from pipeworker.timings import DEFAULT
+from support.processes.forked import Server
 from support.processes.terminal import Terminal
 from support.real_jobs.jobs import Jobs, Record, cpu_seconds, processes_of, steps_of, until
 from support.real_jobs.live import SECONDS, Live, left_in
@@ -159,6 +160,14 @@ def test_nothing_is_left_when_launcher_and_agent_are_killed_at_once(
     live.check_gone()
 
 
+@pytest.mark.parametrize("process", ["coordinator", "agent"])
+def test_a_stopped_process_ends_with_its_launcher(start: Callable[..., Live], process: str) -> None:
+    live = start(cold=True)  # the launcher is its parent
+    os.kill(live.pid(process), signal.SIGSTOP)
+    os.kill(live.pid("launcher"), signal.SIGKILL)
+    live.check_gone()
+
+
 def test_a_killed_agent_fails_the_job(start: Callable[..., Live]) -> None:
     live = start("--max-restarts", "0")  # it is restarted otherwise
     os.kill(live.pid("agent"), signal.SIGKILL)
@@ -179,13 +188,14 @@ def test_a_job_with_a_killed_launcher_is_lost(start: Callable[..., Live]) -> Non
 
 
 def test_a_run_directory_is_in_use_until_all_processes_that_write_there_are_gone(
-    start: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Live], monkeypatch: pytest.MonkeyPatch, server: Server | None
 ) -> None:
     live = start()
     resume = RunRequest(str(live.folder / "job.py"), None, {}, live.path, resume=True)
     coordinator = live.pid("coordinator")
     monkeypatch.setattr("pipeworker.runs.begin.timings", lambda: DEFAULT.scaled(0.01))
-    for _ in range(2):  # with the launcher, and without
+    # With the launcher, and without: then only a child of the tests' server stays stopped.
+    for _ in range(2 if server else 1):
         for request in (resume, replace(resume, resume=False, stages=2)):
             with pytest.raises(UsageError, match=f"is in use: process {live.process.pid} on "):
                 request.prepare()
