@@ -285,6 +285,12 @@ def _check_leaves(leaves: Sequence[Any], prefix: str) -> None:
             raise UsageError(
                 f"{prefix} a numpy {kind.__name__}; make it a tensor, torch.from_numpy(array)"
             )
+        held = [] if kind is torch.Tensor else getattr(leaf, "__dict__", {}).values()
+        if any(isinstance(value, torch.Tensor) for value in held):
+            raise UsageError(
+                f"{prefix} {a_type(leaf)} that holds tensors, which would not be split; make it a "
+                "tuple or a dict of them"
+            )
         if isinstance(leaf, Mapping):  # a class that is not registered with pytree
             raise UsageError(f"{prefix} {a_type(leaf)}; make it a plain dict, dict(batch)")
 

@@ -1,4 +1,4 @@
-"""Parameters that the forward of a layer uses, or the loss, and that another layer has.
+"""What the forward of a layer uses, or the loss, and another layer has: parameters and results.
 
 Code reaches such a parameter by a global variable, a closure or an object. Where another stage has
 the layer, the stage of the user has a copy of the parameter, which no optimizer updates. The graph
@@ -7,20 +7,26 @@ of the first micro-batch shows the parameters that a layer uses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from pipeworker.errors import UsageError
 from pipeworker.facts.connections import Borrowed
-from pipeworker.plan.ties import used_elsewhere
+from pipeworker.plan.ties import LOSS, used_elsewhere
 from pipeworker.worker.internals import AccumulateGrad, sequence_of
 from pipeworker.worker.stage.values import distinct_tensors
 
 TextOf = Callable[[nn.Parameter], str]
 """Returns a text about a parameter, or ""."""
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_LEFT = (
+    "that no layer returns, and with several stages the loss could not have it; return it with the "
+    "output of the layer"
+)
 
 
 @dataclass(slots=True)
@@ -49,15 +55,27 @@ class Borrowing:
             call: the layer's forward, the loss, or the stage's part of the module's forward.
 
         Raises:
-            UsageError: as the function is called, if another layer of this process has a parameter.
+            UsageError: as the function is called, if another layer of this process has a parameter,
+                or if a forward leaves a part of the loss in an attribute.
         """
 
         def watched(*args: Any) -> Any:
+            if not torch.is_grad_enabled():
+                raise UsageError(
+                    "the job file has switched gradients off (torch.set_grad_enabled(False)); use "
+                    "torch.no_grad() where none are needed"
+                )
             begin = sequence_of(torch.ones((), requires_grad=True).clone().grad_fn)
+            before = {tensor.grad_fn for tensor in distinct_tensors(args)}
             output = call(*args)
             given = distinct_tensors(args)  # a layer may return a parameter of its own
             own = {id(parameter) for parameter in (*layer.parameters(), *given)}
-            for parameter in _leaves(output, begin):
+            nodes, older = _graph(distinct_tensors(output), begin)
+            if user == LOSS and older - before:
+                raise UsageError(f"loss(): uses a tensor with a graph {_LEFT}")
+            if user != LOSS:
+                _check_attributes(user, layer, nodes, begin)
+            for parameter in _leaves(nodes):
                 if id(parameter) in own:
                     continue
                 if place := self.place_of(parameter):
@@ -69,17 +87,45 @@ class Borrowing:
         return watched
 
 
-def _leaves(value: Any, begin: int) -> Iterator[nn.Parameter]:
-    """Yield the parameters that a value depends on by nodes which were made after `begin`."""
-    waiting = [tensor.grad_fn for tensor in distinct_tensors(value)]
+def _graph(tensors: Iterable[torch.Tensor], begin: int) -> tuple[set[Any], set[Any]]:
+    """Return the nodes that tensors depend on: those made after `begin`, and where these end."""
+    waiting = [tensor.grad_fn for tensor in tensors]
     seen: set[Any] = set()
+    older: set[Any] = set()
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen or sequence_of(node) < begin:
+        if node is None or node in seen:
+            continue
+        if sequence_of(node) < begin:
+            older.add(node)
             continue
         seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return seen, older
+
+
+def _leaves(nodes: Iterable[Any]) -> Iterator[nn.Parameter]:
+    """Yield the parameters to whose gradients nodes add."""
+    for node in nodes:
         if isinstance(node, AccumulateGrad):
             leaf = node.variable  # type: ignore[attr-defined]
             if isinstance(leaf, nn.Parameter):
                 yield leaf
-        waiting += [following for following, _ in node.next_functions]
+
+
+def _check_attributes(user: str, layer: nn.Module, nodes: Collection[Any], begin: int) -> None:
+    """Reject a tensor that a forward leaves in an attribute, and that its output ignores.
+
+    It may be a part of the loss, which another stage could not have.
+    """
+    for module in layer.modules():
+        for name, value in vars(module).items():
+            if name in _OF_EVERY_MODULE or not isinstance(value, (torch.Tensor, list, tuple, dict)):
+                continue
+            for tensor in distinct_tensors(value):
+                node = tensor.grad_fn
+                if node is not None and node not in nodes and sequence_of(node) >= begin:
+                    raise UsageError(
+                        f"{user}: the forward of {type(module).__name__} leaves a tensor with a "
+                        f"graph in its attribute {name!r} {_LEFT}; detach() it if it is for a log"
+                    )

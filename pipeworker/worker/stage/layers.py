@@ -236,7 +236,8 @@ class Layers:
         run: Callable[..., Any] = self._parts[0].cut.run
         if self._borrowing is not None and train:
             borrowing, self._borrowing = self._borrowing, None
-            run = borrowing.watching(MODEL, self.first, nn.ModuleList(self.modules), run)
+            every = nn.ModuleList([*self.modules, self._parts[0].cut.module])
+            run = borrowing.watching(MODEL, self.first, every, run)
 
         def enter(layer: int) -> None:
             nonlocal at

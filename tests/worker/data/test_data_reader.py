@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -152,6 +153,7 @@ def test_a_generator_object_has_one_epoch() -> None:
         ((UserDict(x=torch.zeros(2)), 1), r"gave a UserDict; make it a plain dict, dict\(batch\)"),
         ((np.zeros(2), np.zeros(2)), r"a numpy ndarray; make it a tensor, torch\.from_numpy\(arr"),
         ((torch.zeros(2), {"y": np.zeros(2)}), "gave a numpy ndarray"),
+        ((torch.zeros(2), SimpleNamespace(y=torch.zeros(2))), "a SimpleNamespace that holds tens"),
         (None, "gave a NoneType"),
         ((1, torch.zeros(2)), "an input without a tensor"),
         ((torch.zeros(2), torch.tensor(1)), "without dims; .*, as a DataLoader makes it"),

@@ -104,3 +104,65 @@ def test_the_loss_may_use_the_parameters_of_the_last_layer_alone() -> None:
             continue
         with pytest.raises(UsageError, match=r"^loss\(\): uses the parameter 0.weight of another"):
             stage.forward(mb)
+
+
+class Leaves(nn.Linear):
+    """A layer that leaves a part of the loss behind."""
+
+    def __init__(self, leave: Callable[[nn.Module, torch.Tensor], None]) -> None:
+        super().__init__(3, 3)
+        self.leave = leave
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        self.leave(self, out)
+        return out.tanh()
+
+
+KEPT: list[torch.Tensor] = []
+
+
+def train(leave: Callable[[Any, torch.Tensor], Any], loss: Callable[[Any, Any], Any]) -> None:
+    found = Borrowing(lambda _: "", lambda _: "")
+    config = StageConfig(0, 4, 0, torch.device("cpu"), borrowing=found)
+    stage = Stage([OTHER, Leaves(leave)], config, Tracker(), loss=loss)
+    stage.begin(1)
+    mb = MicroBatch(0)
+    mb.value, mb.target = torch.ones(2, 3), torch.ones(2)
+    stage.forward(mb)
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda layer, out: setattr(layer, "kl", out.pow(2).mean()),
+        lambda layer, out: setattr(layer, "parts", [{"kl": out.pow(2).mean()}]),
+    ],
+)
+def test_a_part_of_the_loss_in_an_attribute_is_rejected(leave: Any) -> None:
+    with pytest.raises(UsageError, match=r"the forward of Leaves leaves a tensor with a graph in"):
+        train(leave, lambda output, _: output.sum())
+
+
+def test_a_part_of_the_loss_in_another_object_is_rejected() -> None:
+    KEPT.clear()
+    with pytest.raises(UsageError, match=r"^loss\(\): uses a tensor with a graph that no layer"):
+        train(
+            lambda _, out: KEPT.append(out.pow(2).mean()), lambda output, _: output.sum() + KEPT[0]
+        )
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda layer, out: setattr(layer, "last", out.pow(2).mean().detach()),
+        lambda layer, out: setattr(layer, "seen", out),  # the output depends on it
+    ],
+)
+def test_what_no_loss_needs_may_be_left_in_an_attribute(leave: Any) -> None:
+    train(leave, lambda output, _: output.relu_().sum())
+
+
+def test_gradients_that_are_switched_off_are_an_error() -> None:
+    with torch.no_grad(), pytest.raises(UsageError, match="has switched gradients off"):
+        train(lambda *_: None, lambda output, _: output.sum())
