@@ -371,9 +371,7 @@ def init(file: Path, example: str) -> None:
     click.echo(f"{file}: {templates.EXAMPLES[example]}")
     click.echo(f"train it:  {command} launch --stages 2 {shlex.quote(str(file))}")
     if package := templates.missing_package(example):
-        click.echo(
-            f"note: the package {package} is missing; pip install 'pipeworker[{package}]'", err=True
-        )
+        click.echo(f"note: the package {package} is missing; pip install {package}", err=True)
 
 
 @main.command()

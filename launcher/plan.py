@@ -253,8 +253,8 @@ def _show_schedule(options: Options, svg: Path | None, *, as_text: bool) -> None
 
 
 def _write(path: Path, content: str, what: str) -> None:
-    if path.exists() and not path.is_file():
-        raise UsageError(f"{path}: exists already, and is not a regular file; choose another")
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UsageError(f"{path}: is no regular file; choose another file")
     with writing(path):
         write_bytes(path, content.encode())
     click.echo(f"{path}: {what}")

@@ -1,7 +1,7 @@
 """Handwritten digits of 8 x 8 points (scikit-learn has 1,797 of them), enlarged to images.
 
 The networks of the papers take images of 224 x 224 points and more; their small versions learn from
-these. ``pip install 'pipeworker[examples]'`` installs scikit-learn.
+these. ``pip install '.[examples]'`` in the repository installs scikit-learn.
 """
 
 from functools import cache

@@ -142,9 +142,7 @@ def _read_patch(path: Path) -> Object:
     try:
         import yaml
     except ImportError:
-        raise UsageError(
-            "--set patch: PyYAML is not installed; pip install 'pipeworker[kubernetes]'"
-        ) from None
+        raise UsageError("--set patch: PyYAML is not installed; pip install pyyaml") from None
     try:
         patch = yaml.safe_load(path.read_text("utf-8"))
     except OSError as error:

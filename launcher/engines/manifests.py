@@ -118,9 +118,7 @@ def documents(objects: tuple[Object, ...]) -> str:
     try:
         import yaml
     except ImportError:
-        raise UsageError(
-            "--on kubernetes: PyYAML is not installed; pip install 'pipeworker[kubernetes]'"
-        ) from None
+        raise UsageError("--on kubernetes: PyYAML is not installed; pip install pyyaml") from None
 
     class Dumper(yaml.SafeDumper):
         def ignore_aliases(self, data: object) -> bool:

@@ -137,7 +137,7 @@ class Ray(Carrier):
         """Hold a placement group of the job inside the context."""
         request = GroupRequest.of(spec)
         if find_spec("ray") is None:
-            raise UsageError("--on ray: Ray is not installed; pip install 'pipeworker[ray]'")
+            raise UsageError("--on ray: Ray is not installed; pip install ray")
         with tempfile.TemporaryFile("w+") as errors:
             driver = subprocess.Popen(
                 command("launcher.engines.ray_driver"),

@@ -323,7 +323,7 @@ def _check_packages(options: Options) -> None:
         if find_spec(LOGGERS[name]) is None:
             raise UsageError(
                 f"{written(name)}: the package {LOGGERS[name]} is missing; "
-                "pip install pipeworker[loggers]"
+                f"pip install {LOGGERS[name]}"
             )
 
 

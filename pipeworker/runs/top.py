@@ -42,9 +42,12 @@ def watch(path: Path, *, once: bool) -> None:
         for moment in _moments(path):
             live.update(Group(_head(moment), _table(moment.now)), refresh=True)
             if once:
-                return
+                break
             time.sleep(_EVERY)
-    console.print(f"{path}: the job has ended", highlight=False)
+    if not once:
+        console.print(f"{path}: the job has ended", highlight=False)
+    elif not console.is_terminal:
+        console.line()  # on a terminal, the display ends its line itself
 
 
 class _Moment(NamedTuple):

@@ -131,6 +131,6 @@ def test_a_missing_package_is_reported_before_files_are_created(
     done = CliRunner().invoke(cli.main, words)
     assert (done.exit_code, done.output) == (
         2,
-        "error: --tensorboard: its package is missing; pip install pipeworker[tensorboard]\n",
+        "error: --tensorboard: its package is missing; pip install tensorboard\n",
     )
     assert not run.exists()

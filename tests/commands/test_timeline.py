@@ -206,6 +206,7 @@ def test_what_the_workers_of_a_running_job_do_is_shown(jobs: Jobs) -> None:
     text = jobs.pipeworker("top", str(path)).stdout
     assert re.search(r"step \d+ done  loss [\d.e-]+  .* samples/s", text)
     assert re.search(r"^worker +stages +does +step", text, re.MULTILINE)
+    assert text.endswith("\n")
     os.kill(process.pid, signal.SIGINT)
     process.communicate(timeout=60)
     assert not {".watch", ".now.json"} & {entry.name for entry in path.iterdir()}

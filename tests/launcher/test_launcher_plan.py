@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -134,6 +135,9 @@ def test_a_picture_is_written(tmp_path: Path) -> None:
         assert refused(*words, "--svg", out) == (
             f"{out}: cannot be written: {reason}; choose another file"
         )
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert refused(*words, "--svg", str(pipe)) == f"{pipe}: is no regular file; choose another file"
     assert refused(*words, "--svg", str(file), "--text") == "--text and --svg: choose one"
 
 

@@ -152,7 +152,7 @@ def test_init_names_a_package_that_the_example_needs(
 ) -> None:
     monkeypatch.setattr("launcher.templates.find_spec", lambda _: found)
     done = init("--example", "finetune", str(tmp_path / "model.py"))
-    note = "note: the package transformers is missing; pip install 'pipeworker[transformers]'\n"
+    note = "note: the package transformers is missing; pip install transformers\n"
     assert (done.exit_code, done.stderr) == (0, "" if found else note)
     assert init(str(tmp_path / "mlp.py")).stderr == ""
 

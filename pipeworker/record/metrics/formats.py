@@ -141,7 +141,7 @@ def check_tensorboard() -> None:
         name = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
         if name.partition(".")[0] == "tensorboard":
             raise UsageError(
-                "--tensorboard: its package is missing; pip install pipeworker[tensorboard]"
+                "--tensorboard: its package is missing; pip install tensorboard"
             ) from None
         raise UsageError(f"--tensorboard: the package cannot be imported: {error}") from None
 

@@ -172,7 +172,7 @@ def test_formats_that_are_not_requested_are_not_written(job: Job) -> None:
 @pytest.mark.parametrize(
     ("module", "expected"),
     [
-        ("tensorboard", r"its package is missing; pip install pipeworker\[tensorboard\]"),
+        ("tensorboard", r"its package is missing; pip install tensorboard"),
         ("google.protobuf", "the package cannot be imported: "),
     ],
 )
