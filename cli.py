@@ -106,7 +106,7 @@ def _request(chosen: dict[str, Any], ranks: int | None = None) -> RunRequest:
     given = {name for name in options - typed.keys() if is_given(context, name)}
     try:
         Path.cwd()  # needed even for absolute paths: math libraries of torch abort without it
-        job_file = str(Path(chosen["job_file"]).resolve())
+        job_file = os.path.realpath(chosen["job_file"])
     except OSError as error:
         raise UsageError(
             f"the current folder is gone: {error.strerror}; change to another one"

@@ -37,7 +37,7 @@ def cancel(run: str) -> str:
         PipeworkerError: a cluster does not end it.
     """
     path = Path(run)
-    run_dir = RunDir(path.resolve())
+    run_dir = RunDir(Path(os.path.realpath(path)))  # resolve() raises for a link to itself
     if run_dir.run.exists() and lock.is_locked(run_dir.lock):
         return _cancel_here(path, run_dir)
     unasked: list[str] = []

@@ -339,9 +339,12 @@ def run_aside(options: Options, run_dir: RunDir) -> None:
 
 
 def check_job_file(path: Path) -> None:
-    """Compile the job file without running it, so that a syntax error starts no process."""
+    """Compile the job file without running it, so that a mistake starts no process."""
     try:
-        compile(path.read_bytes(), str(path), "exec")
+        source = path.read_bytes()
+        if path.suffix != ".py":
+            raise UsageError(f"job file {path}: not a Python file; its name must end in .py")
+        compile(source, str(path), "exec")
     except OSError as error:
         raise UsageError(
             f"job file {path}: {error.strerror}; give the path of a Python file"

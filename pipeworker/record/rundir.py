@@ -218,7 +218,7 @@ def running(path: Path) -> RunDir:
     Raises:
         UsageError: no job runs there.
     """
-    run_dir = RunDir(path.resolve())
+    run_dir = RunDir(Path(os.path.realpath(path)))  # resolve() raises for a link to itself
     if not is_locked(run_dir.lock):
         advice = listed(path) or "give the directory of a running job"
         raise UsageError(f"{path}: no job is running there; {advice}")

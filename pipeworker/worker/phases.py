@@ -114,6 +114,7 @@ class ModelledWorker:
         settings.tracker.set(Phase.READING)
         value = settings.sample if options.own_loop else loaded.reader.peek().inputs[0]
         found: survey.Found = {"error": "a script is surveyed in its own process"}
+        settings.tracker.set(Phase.SURVEY)
         if settings.survey is not None and loaded.path is not None:
             wanted = surroundings_of(loaded) if options.is_planned else ""
             found = settings.survey.survey(loaded.path, options, value, wanted)

@@ -32,6 +32,8 @@ from pipeworker.worker.stray_children import end_stray_child
 from pipeworker.worker.transport.structure import TypeRegistry
 
 _CPU = torch.device("cpu")
+_PATIENCE = 5
+"""Worker timeouts that a survey may take."""
 
 
 class SurveyProcess:
@@ -71,6 +73,9 @@ class SurveyProcess:
             packed = pickle.dumps(value)
             self._connection.send_bytes(surroundings.encode())
             self._connection.send_bytes(packed)
+            limit = _PATIENCE * options.worker_timeout
+            if not self._connection.poll(limit):  # the first step will name a layer that hangs
+                return {"error": f"it took more than {limit:g} s"}
             found: Found = json.loads(self._connection.recv_bytes())
         except (OSError, EOFError):
             return {"error": "its process ended"}

@@ -164,9 +164,9 @@ class Stage:
         if mb.checksums and mb.checksums != checksums(mb.output):
             raise UsageError(
                 f"stage {self.index}: its output for micro-batch {mb.number} has other numbers in "
-                "the recompute, because a layer depends on a value that its forward changes or "
-                "on a generator of its own; keep tensors in buffers and draw from torch's "
-                "generators, or use --recompute never"
+                f"the recompute, because a layer{' or the loss' if self._loss else ''} depends on "
+                "a value that its forward changes or on a generator of its own; keep tensors in "
+                "buffers and draw from torch's generators, or use --recompute never"
             )
         mb.checksums = ()
         mb.outgoing = None

@@ -105,7 +105,7 @@ class Jobs:
         """The environment of an interpreter that has its coordinator and agent forked."""
         if self.server is None:
             return dict(os.environ)
-        path = [str(_STARTUP), str(_STARTUP.parents[1]), os.environ.get("PYTHONPATH", "")]
+        path = [str(_STARTUP), str(_STARTUP.parents[2]), os.environ.get("PYTHONPATH", "")]
         name = self.server.address.decode().removeprefix("\0")
         return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), SERVER: name}
 

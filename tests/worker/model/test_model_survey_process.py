@@ -70,7 +70,8 @@ from pipeworker.worker.model.survey_process import SurveyProcess
 
 process = SurveyProcess()
 value = eval(sys.argv[2])
-options = Options.of({"stages": 1, "microbatches": 1, "job_file": sys.argv[1]})
+asked = {"stages": 1, "microbatches": 1, "worker_timeout": float(sys.argv[3])}
+options = Options.of({**asked, "job_file": sys.argv[1]})
 print(process.survey(Path(sys.argv[1]), options, value))
 process.close()
 """
@@ -87,8 +88,13 @@ process.close()
             "its process ended",
         ),
         ("torch.ones(2, 8)", ("def model():", "def model():\n    1 / 0"), "ZeroDivisionError"),
+        (
+            "torch.ones(2, 8)",
+            ("def model():", "def model():\n    while True: pass"),
+            "it took more than 2 s",
+        ),
     ],
-    ids=["found", "not pickled", "ended", "raised"],
+    ids=["found", "not pickled", "ended", "raised", "hangs"],
 )
 def test_a_survey_returns_what_it_found_or_its_error(
     jobs: Jobs, value: str, change: tuple[str, str], found: str
@@ -115,6 +121,7 @@ def test_a_survey_returns_what_it_found_or_its_error(
         """
     )
     path.write_text(path.read_text().replace(*change))
-    stdout, stderr = jobs.python("-c", SURVEYED, str(path), value).communicate(timeout=90)
+    limit = "0.4" if "took" in found else "60"
+    stdout, stderr = jobs.python("-c", SURVEYED, str(path), value, limit).communicate(timeout=90)
     assert found in stdout, stderr
     assert "hidden" not in stdout
