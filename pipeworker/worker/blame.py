@@ -2,7 +2,8 @@
 
 Every call of the user's code is made inside :func:`user_code`, or calls :func:`blame_user` itself
 where a context manager would cost too much. An exception that leaves such a call is the user's. Any
-other exception is a defect of pipeworker, and is shown with pipeworker's frames.
+other exception is a defect of pipeworker, and is shown with pipeworker's frames, unless the user's
+code has raised it: a signal handler may do so at any moment.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 import os
 import traceback
 from bdb import BdbQuit
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -191,12 +192,16 @@ def failure_of(
     stage: str = "",
     keeps: str = "",
     transient: tuple[type[BaseException], ...] = (),
+    modules: Iterable[ModuleType] = (),
 ) -> Failure:
     """Return the failure that an exception means, with the class and the stage of its position.
 
     `keeps` is the memory that the plan expects, for the error of a worker without memory.
-    `transient` are the user's exceptions that are worth another try.
+    `transient` are the user's exceptions that are worth another try; `modules` has the user's code.
     """
+    known = isinstance(error, (PipeworkerError, UserCodeError, KeyboardInterrupt))
+    if not known and _is_raised_in(error, modules):
+        error = UserCodeError("the job file", error, early=False, note="")
     cause, message, shown, status = Cause.USER, message_of(error), "", 1
     use_less = _USE_LESS_MEMORY.format(keeps and f"{keeps}; ")
     match error:
@@ -240,6 +245,12 @@ def failure_of(
     lacks = isinstance(error, NoTerminalError) and max(position.step, position.layer) >= 0
     message, shown = _shorten(message), _shorten(shown)
     return Failure(cause, message, rank, position, layer_class, shown, stage, status, lacks)
+
+
+def _is_raised_in(error: BaseException, modules: Iterable[ModuleType]) -> bool:
+    """Return whether code of modules has raised an exception: a signal handler may, anywhere."""
+    *_, last = [None, *(frame.f_globals for frame, _ in traceback.walk_tb(error.__traceback__))]
+    return any(vars(module) is last for module in modules)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

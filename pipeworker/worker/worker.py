@@ -138,10 +138,11 @@ class Worker:
         if phase and is_out_of_memory(error):
             memory = "; ".join(filter(None, (memory, self._allocator_snapshot())))
         transient = self.loaded.job.transient if phase else ()
+        modules = self.loaded.modules() if phase else ()
         rank = self._settings.rank
         if isinstance(error, ReadFailed):
             return replace(error.failure, rank=rank, position=position, stage=name)
-        return failure_of(error, rank, position, kind, name, memory, transient)
+        return failure_of(error, rank, position, kind, name, memory, transient, modules)
 
     def _allocator_snapshot(self) -> str:
         """Write what the device's allocator holds; say where, or "" on the CPU."""

@@ -6,6 +6,7 @@ import errno
 import re
 from bdb import BdbQuit
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 import pytest
@@ -79,6 +80,18 @@ def test_an_exception_has_a_cause(
     assert failure.stage == "stage 1"
     assert bool(failure.traceback) is not isinstance(error, PipeworkerError)
     assert failure.lacks_place is isinstance(error, NoTerminalError)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, GeneratorExit, SystemExit])
+def test_what_a_signal_handler_of_the_user_raises_is_the_users(kind: type[BaseException]) -> None:
+    job = ModuleType("job")
+    exec("def handler(kind): raise kind('too late')", vars(job))
+    with pytest.raises(kind) as caught:
+        vars(job)["handler"](kind)
+    failure = failure_of(caught.value, 2, Position(Phase.WAITING, 3), modules=[job])
+    assert failure.cause is Cause.USER
+    assert re.match("the job file (raised|called) .*too late", failure.message)
+    assert failure_of(caught.value, 2, Position()).cause is Cause.INTERNAL
 
 
 def test_a_request_for_input_while_the_job_file_is_loaded_has_no_place() -> None:
