@@ -196,6 +196,7 @@ class Generation(FactFinding):
             self.blueprint.check_borrowed([m.ready for m in self.members if m.ready], uses)
         lacks, self.lacks = self.lacks, []
         warnings = [Warned(text) for text in self.snapshots.step_done(done, self.writers)]
+        warnings += [Warned(text, note=True) for one in done for text in one.notes]
         due = self.loop.step_done(done, now)
         if self.interrupted is not None and isinstance(self.loop, FileLoop) and self.loop.evaluates:
             due = self.loop.leave_evaluation(due)

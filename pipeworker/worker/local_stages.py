@@ -12,6 +12,7 @@ from pipeworker.errors import UsageError
 from pipeworker.exact_sum import partials
 from pipeworker.facts.connections import Borrowed, Cached, Existing
 from pipeworker.facts.layer_names import LayerNames
+from pipeworker.facts.limits import LONGEST_NAME, MOST_NOTES
 from pipeworker.facts.position import Phase
 from pipeworker.host import streams
 from pipeworker.job.signatures import takes_steps
@@ -115,10 +116,11 @@ class LocalStages:
         updaters = self.updaters.values()
         return partials(square for updater in updaters for square in updater.squares())
 
-    def take_borrowed(self) -> tuple[Borrowed, ...]:
-        """Return the uses of parameters that were found since the last call."""
+    def take_borrowed(self) -> tuple[tuple[Borrowed, ...], tuple[str, ...]]:
+        """Return the uses of parameters, and the notes, that were found since the last call."""
         found, self.borrowing.found = self.borrowing.found, []
-        return tuple(found)
+        notes, self.borrowing.notes = self.borrowing.notes, []
+        return tuple(found), tuple([note[:LONGEST_NAME] for note in notes[:MOST_NOTES]])
 
     def part(self, index: int, *, keeps_weights: bool = True) -> StageState:
         """Return the state of a stage, for a checkpoint."""

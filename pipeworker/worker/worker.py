@@ -263,6 +263,7 @@ class Worker:
             worker.recorder.use(worker.executor.set_actions(actions), actions)
         output = worker.executor.run(run)
         worker.recorder.run(output.times)
+        borrowed, notes = worker.stages.take_borrowed()
         return StepDone(
             self._settings.rank,
             run.step,
@@ -275,7 +276,8 @@ class Worker:
             worker.executor.feed.next_batch,
             *worker.state.copied,
             data_seconds=worker.executor.feed.read_seconds,
-            borrowed=worker.stages.take_borrowed(),
+            borrowed=borrowed,
+            notes=notes,
         )
 
     def evaluate(

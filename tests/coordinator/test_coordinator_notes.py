@@ -153,3 +153,10 @@ def test_batch_norm_on_few_samples_of_the_default_micro_batches_is_noted(
         "mini-batches, or a norm that does not depend on the batch"
     )
     assert of(job.effects, Warned) == [Warned(expected, note=True)] * noted
+
+
+def test_a_note_of_a_step_is_shown() -> None:
+    job = ScriptedJob(2).running()
+    job.done(0, 1, notes=("layer 1 leaves a scalar",))
+    job.done(1, 1)
+    assert of(job.effects, Warned) == [Warned("layer 1 leaves a scalar", note=True)]

@@ -8,7 +8,13 @@ from enum import Enum
 from pipeworker import exact_sum
 from pipeworker.facts.connections import Borrowed
 from pipeworker.facts.failure import Failure
-from pipeworker.facts.limits import LONGEST_TEXT, MOST_MICROBATCHES, check, check_names
+from pipeworker.facts.limits import (
+    LONGEST_TEXT,
+    MOST_MICROBATCHES,
+    MOST_NOTES,
+    check,
+    check_names,
+)
 from pipeworker.facts.step import Batch, Evaluation, StepResult
 
 
@@ -45,6 +51,7 @@ class StepDone:
         snapshot_lacked_memory: whether a snapshot was not made because memory is short.
         data_seconds: seconds spent reading the next mini-batch, part of `busy`.
         borrowed: in the first step, uses of parameters that no layer of this worker has.
+        notes: in the first step, hints for the user about what layers do.
     """
 
     rank: int
@@ -61,10 +68,12 @@ class StepDone:
     snapshot_lacked_memory: bool = False
     data_seconds: float = 0.0
     borrowed: tuple[Borrowed, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for use in self.borrowed:
             check_names((use.user, use.origin), "names of parameters")
+        check_names(self.notes, "notes", MOST_NOTES)
         losses, counts = len(self.losses), len(self.counts)
         check(losses <= MOST_MICROBATCHES, f"{losses} losses")
         check(counts in (0, losses), f"{counts} counts for {losses} losses")

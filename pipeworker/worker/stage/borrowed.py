@@ -23,10 +23,6 @@ from pipeworker.worker.stage.values import distinct_tensors
 TextOf = Callable[[nn.Parameter], str]
 """Returns a text about a parameter, or ""."""
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_LEFT = (
-    "that no layer returns, and with several stages the loss could not have it; return it with the "
-    "output of the layer"
-)
 
 
 @dataclass(slots=True)
@@ -37,11 +33,13 @@ class Borrowing:
         place_of: returns the name of a parameter that a layer known to this process has.
         origin_of: returns the origin of a parameter that callables reach.
         found: used parameters of no known layer; the layer of another process may have them.
+        notes: hints for the user about scalars that a forward leaves in attributes.
     """
 
     place_of: TextOf
     origin_of: TextOf
     found: list[Borrowed] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def watching(
         self, user: str, index: int, layer: nn.Module, call: Callable[..., Any]
@@ -56,7 +54,7 @@ class Borrowing:
 
         Raises:
             UsageError: as the function is called, if another layer of this process has a parameter,
-                or if a forward leaves a part of the loss in an attribute.
+                or if the loss uses what a forward has left behind.
         """
 
         def watched(*args: Any) -> Any:
@@ -72,9 +70,12 @@ class Borrowing:
             own = {id(parameter) for parameter in (*layer.parameters(), *given)}
             nodes, older = _graph(distinct_tensors(output), begin)
             if user == LOSS and older - before:
-                raise UsageError(f"loss(): uses a tensor with a graph {_LEFT}")
+                raise UsageError(
+                    "loss(): uses a tensor with a graph that a layer has left behind, and with "
+                    "several stages it could not have it; return it with the output of the layer"
+                )
             if user != LOSS:
-                _check_attributes(user, layer, nodes, begin)
+                self.notes += _left_in_attributes(user, layer, nodes, begin)
             for parameter in _leaves(nodes):
                 if id(parameter) in own:
                     continue
@@ -113,19 +114,21 @@ def _leaves(nodes: Iterable[Any]) -> Iterator[nn.Parameter]:
                 yield leaf
 
 
-def _check_attributes(user: str, layer: nn.Module, nodes: Collection[Any], begin: int) -> None:
-    """Reject a tensor that a forward leaves in an attribute, and that its output ignores.
+def _left_in_attributes(
+    user: str, layer: nn.Module, nodes: Collection[Any], begin: int
+) -> Iterator[str]:
+    """Yield notes on scalars that a forward leaves in attributes, and that its output ignores.
 
-    It may be a part of the loss, which another stage could not have.
+    Such a scalar may be a part of the loss, which another stage could not have.
     """
     for module in layer.modules():
         for name, value in vars(module).items():
             if name in _OF_EVERY_MODULE or not isinstance(value, (torch.Tensor, list, tuple, dict)):
                 continue
-            for tensor in distinct_tensors(value):
-                node = tensor.grad_fn
+            for node in (t.grad_fn for t in distinct_tensors(value) if not t.dim()):
                 if node is not None and node not in nodes and sequence_of(node) >= begin:
-                    raise UsageError(
-                        f"{user}: the forward of {type(module).__name__} leaves a tensor with a "
-                        f"graph in its attribute {name!r} {_LEFT}; detach() it if it is for a log"
+                    yield (
+                        f"{user}: {type(module).__name__} leaves a scalar with a graph in its "
+                        f"attribute {name!r}; if it is a part of the loss, return it with the "
+                        "output, since the loss is computed apart from the layer; else detach() it"
                     )
