@@ -154,7 +154,6 @@ class _Host:
         self, token: str, begin: BeginRun, listen: Listen, given: Mapping[str, str]
     ) -> RendezvousResult:
         peers = self._wait_for_peers()
-        words = [peer.word for peer in peers.values()]
         try:
             for rank, peer in peers.items():
                 if peer.mistake:
@@ -177,10 +176,10 @@ class _Host:
             token = token or published
             coordinator = CoordinatorProcess(run, token, address, on_event)
         except PipeworkerError as error:  # the others are waiting
-            self._answer(words, error=str(error), status=error.exit_status)
+            self._reject(peers, str(error), error.exit_status)
             raise
         endpoint = coordinator.endpoint
-        self._answer(words, endpoint=endpoint, token=published, one_host=one_host)
+        self._answer(peers, endpoint=endpoint, token=published, one_host=one_host)
         if not one_host:
             self._wait_for_connections(coordinator, peers)
         return RendezvousResult(endpoint, token, coordinator)
@@ -191,7 +190,7 @@ class _Host:
         if timeout:
             missing = ", ".join(str(rank) for rank in self._others if rank not in peers)
             text = f"rank {missing} did not come to the job: {timeout}"
-            self._answer([peer.word for peer in peers.values()], error=text, status=AGAIN)
+            self._reject(peers, text, AGAIN)
             raise RendezvousError(text)
         return peers
 
@@ -225,7 +224,15 @@ class _Host:
             keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
         return {rank: self._store.get(key) for rank, key in keys.items()}, timeout
 
-    def _answer(self, words: list[str], **answer: Any) -> None:
+    def _reject(self, peers: Mapping[int, PeerInfo], error: str, status: int) -> None:
+        """Answer with an error, and wait until all have it: the store may end with rank 0."""
+        self._answer(peers, error=error, status=status)
+        told = [f"{self._key}/told/{rank}" for rank in peers]
+        with suppress(TimeoutError):  # one has ended
+            wait_until(lambda: not told or self._store.check(told), timings().linger)
+
+    def _answer(self, peers: Mapping[int, PeerInfo], **answer: Any) -> None:
+        words = [peer.word for peer in peers.values()]
         text = json.dumps({"words": words, "error": "", **answer})
         self._store.set(f"{self._key}/answer", text)
 
@@ -312,6 +319,7 @@ def _exchange(
         return own.word in answer["words"]
 
     wait_until(answered, seconds)
+    store.set(f"{key}/told/{rank}", "")
     return key, answer
 
 

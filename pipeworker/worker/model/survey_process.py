@@ -34,6 +34,8 @@ from pipeworker.worker.transport.structure import TypeRegistry
 _CPU = torch.device("cpu")
 _PATIENCE = 5
 """Worker timeouts that a survey may take."""
+LEAST = 60.0
+"""Seconds that it may take in any case."""
 
 
 class SurveyProcess:
@@ -73,7 +75,7 @@ class SurveyProcess:
             packed = pickle.dumps(value)
             self._connection.send_bytes(surroundings.encode())
             self._connection.send_bytes(packed)
-            limit = _PATIENCE * options.worker_timeout
+            limit = max(LEAST, _PATIENCE * options.worker_timeout)
             if not self._connection.poll(limit):  # the first step will name a layer that hangs
                 return {"error": f"it took more than {limit:g} s"}
             found: Found = json.loads(self._connection.recv_bytes())

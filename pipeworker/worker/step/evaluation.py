@@ -53,7 +53,7 @@ def eval_mode(layers: Sequence[nn.Module]) -> Iterator[None]:
 
     A module whose ``train()`` is its own may do more, as layers of LoRA that merge their weights.
     """
-    modes = {module: module.training for layer in layers for module in layer.modules()}
+    modes = [(module, module.training) for layer in layers for module in layer.modules()]
     try:
         for layer in layers:
             with user_code("eval()"):
@@ -61,11 +61,11 @@ def eval_mode(layers: Sequence[nn.Module]) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
-        for module, training in modes.items():
+        for module, training in modes:
             if type(module).train is not nn.Module.train:
                 with user_code("train()"):
                     module.train(training)
-        for module, training in modes.items():
+        for module, training in modes:
             module.training = training
 
 

@@ -22,7 +22,7 @@ from pipeworker.errors import UsageError
 from pipeworker.facts.connections import Tie
 from pipeworker.facts.layer_names import layer_of, numbered, split_numbered
 from pipeworker.job.file import Entry
-from pipeworker.worker.internals import is_fake, move_hooks
+from pipeworker.worker.internals import move_hooks
 from pipeworker.worker.stage.cut.units import computed_attributes
 from pipeworker.worker.transport.channel import Receiver, Sender
 
@@ -79,7 +79,8 @@ def _ranges(entries: Sequence[Entry]) -> Iterator[_Range]:
     for index, entry in enumerate(entries):
         named = entry if isinstance(entry, nn.Module) else nn.Module()
         for name, tensor in (*named.named_parameters(), *named.named_buffers()):
-            if tensor.layout is torch.strided and not is_fake(tensor) and tensor.numel():
+            plain = type(tensor.data) is torch.Tensor and tensor.layout is torch.strided
+            if plain and tensor.numel() and not tensor.is_meta:
                 sizes = zip(tensor.shape, tensor.stride(), strict=True)
                 count = 1 + sum((n - 1) * step for n, step in sizes)
                 begin = tensor.data_ptr()

@@ -66,11 +66,12 @@ from pathlib import Path
 
 import torch
 from pipeworker.job.options import Options
-from pipeworker.worker.model.survey_process import SurveyProcess
+from pipeworker.worker.model import survey_process
 
-process = SurveyProcess()
+survey_process.LEAST = float(sys.argv[3])
+process = survey_process.SurveyProcess()
 value = eval(sys.argv[2])
-asked = {"stages": 1, "microbatches": 1, "worker_timeout": float(sys.argv[3])}
+asked = {"stages": 1, "microbatches": 1, "worker_timeout": 0.1}
 options = Options.of({**asked, "job_file": sys.argv[1]})
 print(process.survey(Path(sys.argv[1]), options, value))
 process.close()
@@ -121,7 +122,7 @@ def test_a_survey_returns_what_it_found_or_its_error(
         """
     )
     path.write_text(path.read_text().replace(*change))
-    limit = "0.4" if "took" in found else "60"
+    limit = "2" if "took" in found else "60"
     stdout, stderr = jobs.python("-c", SURVEYED, str(path), value, limit).communicate(timeout=90)
     assert found in stdout, stderr
     assert "hidden" not in stdout
