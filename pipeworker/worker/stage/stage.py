@@ -134,20 +134,19 @@ class Stage:
         # The graph of this forward is dropped at once. It is built nevertheless: kernels may depend
         # on grad mode, and only the graph shows which outputs require grad. Its peak memory is
         # that of the recompute.
-        target, alone = mb.target, self.skips is None and self._loss is None
-        inputs = mb.value if alone else (mb.value, mb.arrived, target)
+        inputs, target = (mb.value, mb.arrived, mb.target), mb.target
         if self._input_changes is not False:
             inputs = map_tensors(aligned_copy, inputs)
-        before = versions(inputs)
+        before = [*map(versions, inputs)]
         if self._watched:
             mb.weights_version = self._weights_version()
         with self._buffers.first_forward(mb):
-            value, arrived, mb.target = (inputs, {}, target) if alone else inputs
+            value, arrived, mb.target = inputs
             output = self._run(mb, value, arrived, Phase.FORWARD)
         if self._watched and self.checks_outputs:
             mb.checksums = checksums(output)
         mb.edges = ()
-        changed, mb.target = versions(inputs) != before, target
+        changed, mb.target = [*map(versions, inputs)] != before, target
         if self._input_changes is None:
             self._input_changes = changed
         elif changed and not self._input_changes:
