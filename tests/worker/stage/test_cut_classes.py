@@ -95,6 +95,28 @@ def test_a_forward_that_ends_in_another_way_than_planned_is_an_error(
         pipeline_of(Ending(scaled=scaled), list(vectors()), mse, stages, "always").train(1)
 
 
+class Masked(nn.Module):
+    """Uses a part of its input behind its layers, if it is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> Any:
+        out = self.layers[1](self.layers[0](x))
+        return out if mask is None else out * mask
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_an_input_that_lacks_a_tensor_is_an_error(stages: int) -> None:
+    torch.manual_seed(3)
+    masks = (torch.ones(4, WIDTH), None)
+    batches = [({"x": x, "mask": m}, y) for (x, y), m in zip(vectors(), masks, strict=False)]
+    text = "its input lacks a tensor" if stages == 2 else "it has 2 operations in all, and had 3"
+    with pytest.raises(UsageError, match=f"takes another way than when it was cut.*: {text}"):
+        pipeline_of(Masked(), batches, mse, stages, "always").train(2)
+
+
 def test_the_code_of_torch_is_left_alone() -> None:
     module = Asking(ASKS["is"])
     pipeline_of(module, list(vectors()), mse, 1, "always")

@@ -161,9 +161,11 @@ class Forward:
         for number, source, target in self._plan.crossing(self.stop):
             if source < self.first:
                 continue
-            tensor = self._made.get(number)
+            tensor = self._made.get(number, self._arrived.get(number))
             if tensor is None:
-                tensor = self._arrived[number]
+                lacking = "its input" if number[0] == INPUT else self._plan.units[number[0]]
+                reason = f"{lacking} lacks a tensor that later layers need"
+                raise self._elsewhere(reason, in_forward=False)
             if target == self.stop and source == self.stop - 1:
                 tensors.append(tensor)
             else:
@@ -386,13 +388,15 @@ class Forward:
         except Left:
             pass
         if self._layer < min(self.stop, len(self._plan)):
-            raise self._elsewhere("it ends early")
+            raise self._elsewhere("it ends early", in_forward=False)
         return self.end() if self.stop < len(self._plan) else out
 
-    def _elsewhere(self, reason: str) -> UsageError:
+    def _elsewhere(self, reason: str, *, in_forward: bool = True) -> UsageError:
         layer = min(self._layer, len(self._plan) - 1)
+        at = f", at {line_of_the_user()}" if in_forward else ""
         return UsageError(
             f"layer {layer} ({self._plan.units[layer]}): the model's forward takes another way "
-            f"than when it was cut, at {line_of_the_user()}: {reason}. A pipeline needs a forward "
-            "that calls the same modules each time; cut the model by hand, as a list of layers"
+            f"than when it was cut{at}: {reason}. A pipeline needs a forward that calls the same "
+            "modules, with the same operations between them, each time; cut the model by hand, as "
+            "a list of layers"
         )

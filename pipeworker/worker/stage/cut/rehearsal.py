@@ -102,7 +102,7 @@ class Rehearsal(Forward):
         if place >= len(self._expected) or self._trace.calls[place] != self._expected[place]:
             raise self._elsewhere(f"{name} gets other arguments, or was not called here")
 
-    def _elsewhere(self, reason: str) -> UsageError:
+    def _elsewhere(self, reason: str, *, in_forward: bool = True) -> UsageError:
         layer = min(self._layer, len(self._plan) - 1)
         left_by, when = self._cause
         what = f"depends on what {left_by} leaves in an attribute or an object: {when} {reason}"
