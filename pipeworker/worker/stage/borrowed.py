@@ -1,4 +1,4 @@
-"""What the forward of a layer uses, or the loss, and another layer has: parameters and results.
+"""Parameters and results of other layers that the forward of a layer, or the loss, uses.
 
 Code reaches such a parameter by a global variable, a closure or an object. Where another stage has
 the layer, the stage of the user has a copy of the parameter, which no optimizer updates. The graph

@@ -44,7 +44,7 @@ class StageOptimizers:
     _used: Sequence[bool] = ()
     """For each optimizer that was returned, whether it has parameters of the stage."""
     _others: Sequence[torch.Tensor] = ()
-    """What the optimizers have besides the stage's parameters."""
+    """The tensors that the optimizers have besides the stage's parameters."""
 
     @classmethod
     def make(

@@ -1,1 +1,1 @@
-"""What tests of decisions and plans share: scripted jobs, orders, messages."""
+"""Scripted jobs, compute orders and messages, for tests of decisions and plans."""
