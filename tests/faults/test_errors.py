@@ -265,6 +265,33 @@ def test_a_loss_that_is_not_finite_stops_the_run_if_requested(jobs: Jobs) -> Non
     assert [row["step"] for row in run.metrics] == [1]
 
 
+HANDLER = (
+    JOB.replace("range(6)", "range(1000)")
+    .replace("            yield x", "            time.sleep(0.5)\n            yield x")
+    .replace("nn.Tanh()", "Alarm()")
+    + """
+    import signal, time
+
+    def late(*_):
+        raise RuntimeError("too late")
+
+    class Alarm(nn.Tanh):
+        def forward(self, x):
+            if type(x) is torch.Tensor:  # else the job's survey runs it
+                signal.signal(signal.SIGALRM, late)
+                signal.setitimer(signal.ITIMER_REAL, 0.2)
+            return super().forward(x)
+"""
+)
+
+
+def test_what_a_signal_handler_raises_is_the_job_files(jobs: Jobs) -> None:
+    """The second stage then waits for the next mini-batch, in code that is pipeworker's."""
+    run = jobs.run("--stages", "2", "--no-profile", source=HANDLER)
+    assert "the job file raised RuntimeError: too late" in check_failed(run, 1)
+    assert "a defect in pipeworker" not in run.stderr
+
+
 UPDATE_FAILS = (
     JOB
     + """

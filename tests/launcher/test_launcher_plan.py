@@ -141,6 +141,13 @@ def test_a_picture_is_written(tmp_path: Path) -> None:
     assert refused(*words, "--svg", str(file), "--text") == "--text and --svg: choose one"
 
 
+def test_a_job_file_of_another_name_is_refused_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "job.txt"
+    file.write_text("print('never')")
+    expected = f"job file {file}: not a Python file; its name must end in .py"
+    assert refused("--stages", "2", str(file)) == expected
+
+
 def test_a_timeline_has_the_width_of_the_terminal_and_its_colours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

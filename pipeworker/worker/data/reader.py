@@ -77,7 +77,7 @@ class Reader:
         self._signatures: dict[Any, int] = {}
         self._next_signature = 0
         self._peeked: MicroBatches | None = None
-        self._checks_done = False
+        self._has_checked_lists = False
 
     def peek(self) -> MicroBatches:
         """Return the first mini-batch without consuming it."""
@@ -219,10 +219,10 @@ class Reader:
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise UsageError(f"{prefix} {_not_a_pair_message(item)}")
         samples = _batch_size(item, prefix)
-        if samples > 1 and self.microbatches > 1 and not self._checks_done:
+        if samples > 1 and self.microbatches > 1 and not self._has_checked_lists:
             for half in item:
                 _check_lists(half, samples, prefix)
-            self._checks_done = True  # by chance, a later one may have as many samples
+            self._has_checked_lists = True  # by chance, a later one may have as many samples
         return samples, self._signature(item)
 
     def _signature(self, item: Any) -> int:

@@ -16,6 +16,7 @@ from pipeworker.worker.stage.borrowed import Borrowing
 from pipeworker.worker.stage.layers import StageConfig
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.stage import Stage
+from support.in_process.cut_modules import cut
 
 OTHER = nn.Linear(3, 3)
 UNKNOWN = nn.Parameter(torch.ones(3))
@@ -170,3 +171,29 @@ def test_what_no_loss_needs_may_be_left_in_an_attribute(leave: Any) -> None:
 def test_gradients_that_are_switched_off_are_an_error() -> None:
     with torch.no_grad(), pytest.raises(UsageError, match="has switched gradients off"):
         train(lambda *_: None, lambda output, _: output.sum())
+
+
+class Balanced(nn.Module):
+    """Leaves a part of the loss in a module around its units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.units[0](x)
+        self.balance = x.pow(2).mean()
+        return self.units[1](x)
+
+
+def test_a_part_of_the_loss_between_the_units_of_a_cut_module_is_noted() -> None:
+    plan, layers = cut(Balanced(), (torch.ones(2, 3), torch.ones(2)))
+    found = Borrowing(lambda _: "", lambda _: "")
+    config = StageConfig(0, 0, 0, torch.device("cpu"), borrowing=found)
+    stage = Stage(layers, config, Tracker(), loss=lambda output, _: output.sum())
+    stage.begin(1)
+    mb = MicroBatch(0)
+    mb.value, mb.target = torch.ones(2, 3), torch.ones(2)
+    stage.forward(mb)
+    assert "Balanced leaves a scalar with a graph in its attribute 'balance'" in found.notes[0]
+    assert plan.units == ["units.0", "units.1"]
