@@ -45,6 +45,8 @@ class StageOptimizers:
     """For each optimizer that was returned, whether it has parameters of the stage."""
     _others: Sequence[torch.Tensor] = ()
     """The tensors that the optimizers have besides the stage's parameters."""
+    _groups: Sequence[int] = ()
+    """The number of parameter groups of each of `all`."""
 
     @classmethod
     def make(
@@ -82,6 +84,7 @@ class StageOptimizers:
                 schedulers = made._make_schedulers()
             schedulers = _checked_schedulers(schedulers, returned, every)
             made.schedulers = list(compress(schedulers, used))
+        made._groups = made._count_groups()
         return made
 
     @property
@@ -99,9 +102,16 @@ class StageOptimizers:
 
         Raises:
             UsageError: one trains a parameter that no layer has. Its gradient would be neither
-                scaled nor cleared, and no checkpoint would have it.
+                scaled nor cleared, and no checkpoint would have it. Or one has other parameter
+                groups than at the start, with which no checkpoint could be loaded.
             UserCodeError: one raised.
         """
+        if (groups := self._count_groups()) != self._groups:
+            raise UsageError(
+                f"the optimizer has {sum(groups)} parameter groups, and had {sum(self._groups)} at "
+                "the start; a run that resumes has those of optimizer(params) alone, so make all "
+                "groups there, with a learning rate of 0 until they are to be trained"
+            )
         for other in self._others:
             if other.grad is not None:
                 raise UsageError(
@@ -112,6 +122,9 @@ class StageOptimizers:
         with user_code("the optimizer"):
             for optimizer in self.all:
                 optimizer.step()
+
+    def _count_groups(self) -> list[int]:
+        return [len(optimizer.param_groups) for optimizer in self.all]
 
     def step_schedulers(self) -> None:
         """Step the schedulers, except those that use the evaluation loss."""

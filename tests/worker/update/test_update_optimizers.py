@@ -222,3 +222,15 @@ def test_a_parameter_of_no_layer_is_not_trained() -> None:
         UsageError, match=r"trains a tensor of shape \[3\] that is none of `params`"
     ):
         step(updater)
+
+
+def test_parameter_groups_that_a_resume_would_not_have() -> None:
+    def optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params[:1], lr=0.1)
+
+    layer = nn.Linear(2, 2)
+    updater = make([layer], optimizer)
+    step(updater)
+    updater.optimizers.all[0].add_param_group({"params": [layer.bias]})
+    with pytest.raises(UsageError, match="has 2 parameter groups, and had 1 at the start"):
+        step(updater)
