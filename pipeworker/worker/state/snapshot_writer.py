@@ -30,6 +30,7 @@ from pipeworker.record.checkpoint.stage_state import StageState
 from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
 from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.device.device import peak_resident
+from pipeworker.worker.state.weight_watch import WeightWatch
 from pipeworker.worker.transport.snapshot_transfer import MirrorClient
 
 _NICENESS = 10
@@ -61,7 +62,6 @@ class SnapshotWriter:
         accelerator: the device of the state, if it is not the host.
 
     Attributes:
-        complete: step of the last complete snapshot, or -1, and the seconds of work it took.
         lacked_memory: whether a snapshot was not made because memory is short.
     """
 
@@ -96,8 +96,21 @@ class SnapshotWriter:
         """Set while no copy is in progress."""
         self._copied.set()
         self._error: BaseException | None = None
-        self.complete = -1, 0.0
+        self._watch = WeightWatch()
+        self._complete = self._copied_last = -1, 0.0
         self.lacked_memory = False
+
+    @property
+    def complete(self) -> tuple[int, float]:
+        """Step of the last complete snapshot, or -1, and the seconds of work it took.
+
+        The main thread asks after a step, so that all that the step's forwards have changed is
+        known. A snapshot that is torn is like one that memory is too short for.
+        """
+        copied = self._copied_last
+        if copied != self._complete and not self._watch.is_torn(copied[0]):
+            self._complete = copied
+        return self._complete
 
     def copy(
         self, copy: Copy, parts: Sequence[StageState], elsewhere: set[int], position: Position
@@ -105,7 +118,8 @@ class SnapshotWriter:
         """Begin a snapshot; :meth:`wait_copied` waits until it is whole.
 
         Weights and optimizer state do not change until the next update, so a thread copies them
-        while the next step runs. Everything else is copied at once. `elsewhere` has the ids of
+        while the next step runs. Everything else is copied at once, and so are weights that
+        forwards change, which the first snapshot of a worker finds out. `elsewhere` has the ids of
         parameters whose optimizer state another stage writes. If there is too little memory for a
         copy, no snapshot is made, and a checkpoint is written at once.
 
@@ -127,6 +141,11 @@ class SnapshotWriter:
             self.lacked_memory = True
             streams.note(f"no snapshot of step {copy.step}: too little memory is available")
             return
+        at_once = [pair for pair in pairs if self._watch.may_change(pair[1])]
+        pairs = [pair for pair in pairs if not self._watch.may_change(pair[1])]
+        self._watch.begin(copy.step, [t for _, t in pairs], [t for _, t in at_once])
+        for view, tensor in at_once:
+            view.copy_(tensor)
         self._copied.clear()
         seconds = time.monotonic() - began
         if pairs:
@@ -139,6 +158,7 @@ class SnapshotWriter:
     def wait_copied(self) -> None:
         """Wait until the snapshot in progress is copied, because weights are about to change."""
         self._copied.wait()
+        self._watch.end()
         self._raise()
 
     def save(
@@ -234,7 +254,7 @@ class SnapshotWriter:
         buffer.commit(copy.step)
         seconds += time.thread_time() - began
         if self._mirror is None:
-            self.complete = copy.step, seconds
+            self._copied_last = copy.step, seconds
         else:
             mirrored = partial(self._mirror_snapshot, self._mirror, copy, buffer, seconds)
             self._mirrors.submit(mirrored)
@@ -247,7 +267,7 @@ class SnapshotWriter:
     ) -> None:
         began = time.thread_time()
         if mirror.mirror(copy.slot, buffer.memory, copy.step):
-            self.complete = copy.step, seconds + time.thread_time() - began
+            self._copied_last = copy.step, seconds + time.thread_time() - began
 
     def _write(self, step: int, memory: SnapshotMemory) -> None:
         name = "the process that writes checkpoints"
@@ -265,6 +285,8 @@ class SnapshotWriter:
             files, error = (), f"{name} is gone"
             self._process.close()
             self._process = None  # the next checkpoint starts another
+        if self._watch.is_torn(step):
+            files, error = (), "a forward began to change weights in place while they were copied"
         self._send(Saved(self._rank, step, files, error))
 
 

@@ -9,7 +9,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -98,13 +98,64 @@ def test_weights_are_copied_in_the_stream_that_updates_them(layer_writer: Writer
     device.move([layer_writer.layer])
     own = device.stream("the user's")
     with device.using(own), torch.no_grad():
+        writer.copy(Copy(1, 1), layer_writer.parts, set(), None)  # the first is made at once
+        writer.wait_copied()
         layer_writer.layer.weight.fill_(2.0)
-        writer.copy(Copy(1, 0), layer_writer.parts, set(), None)
+        writer.copy(Copy(2, 0), layer_writer.parts, set(), None)
         writer.wait_copied()
     assert device.entered[1:] == [("copies", "the user's")]
-    weights = TensorFile(snapshot_files(layer_writer.memories[0], 1, 1).model)
+    weights = TensorFile(snapshot_files(layer_writer.memories[0], 2, 1).model)
     assert torch.equal(weights["0.weight"], torch.full((64, 64), 2.0))
     writer.close()
+
+
+@pytest.fixture
+def late_copies(layer_writer: WriterOfLayer, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """An event for which the copies made beside a step wait, after a first snapshot."""
+    layer_writer.copy(1, 1)
+    assert layer_writer.writer.complete[0] == 1
+    go_on = threading.Event()
+    copies = layer_writer.writer._copies
+    submit = copies.submit
+
+    def late(task: Callable[[], None]) -> None:
+        assert go_on.wait(20)
+        task()
+
+    monkeypatch.setattr(copies, "submit", lambda task: submit(lambda: late(task)))
+    return go_on
+
+
+def test_weights_that_a_forward_has_changed_are_copied_at_once(
+    layer_writer: WriterOfLayer, late_copies: threading.Event
+) -> None:
+    layer, writer = layer_writer.layer, layer_writer.writer
+    for step in (2, 3):
+        before = layer.weight.detach().clone()
+        writer.copy(Copy(step, 0), layer_writer.parts, set(), None)
+        with torch.no_grad():
+            layer.weight.mul_(0.5)  # a forward of the next step
+        late_copies.set()
+        writer.wait_copied()
+        # The first such forward comes too late for the snapshot: it does not count.
+        assert writer.complete[0] == (1 if step == 2 else 3)
+        late_copies.clear()
+    files = snapshot_files(layer_writer.memories[0], 3, 1)
+    assert torch.equal(TensorFile(files.model)["0.weight"], before)
+
+
+def test_a_checkpoint_whose_weights_a_forward_has_changed_is_none(
+    layer_writer: WriterOfLayer, late_copies: threading.Event
+) -> None:
+    layer_writer.writer.copy(Copy(2, 0, save=True), layer_writer.parts, set(), None)
+    with torch.no_grad():
+        layer_writer.layer.weight.mul_(0.5)
+    late_copies.set()
+    saved = layer_writer.sent.get(timeout=60)
+    assert (saved.step, saved.files) == (2, ())
+    assert "weights in place while they were copied" in saved.error
+    layer_writer.writer.wait_copied()
+    assert not layer_writer.save(3).error
 
 
 def test_a_writer_process_that_died_is_replaced_for_the_next_checkpoint(

@@ -1,0 +1,61 @@
+"""Which weights forwards change in place: these cannot be copied while a step runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from pipeworker.worker.internals import version_of
+
+
+class WeightWatch:
+    """The tensors that forwards change in place, as ``nn.Embedding(max_norm=...)`` does.
+
+    Weights and optimizer state usually change in updates alone. The versions of those that a
+    snapshot has are compared before the next update: a version that is another one is a
+    forward's work. Until one step was watched, every tensor may be such.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._changing: set[int] | None = None
+        """Addresses of such tensors; None before the first step was watched."""
+        self._step = -1
+        self._copied_later: list[tuple[torch.Tensor, int]] = []
+        self._copied_at_once: list[tuple[torch.Tensor, int]] = []
+        self._torn: set[int] = set()
+
+    def may_change(self, tensor: torch.Tensor) -> bool:
+        """Return whether a forward may change a tensor, so that it must be copied at once."""
+        return self._changing is None or tensor.data_ptr() in self._changing
+
+    def begin(
+        self, step: int, later: Sequence[torch.Tensor], at_once: Sequence[torch.Tensor]
+    ) -> None:
+        """Watch the tensors of the snapshot of `step`, of which some are copied later."""
+        with self._lock:
+            self._step = step
+            self._copied_later = [(tensor, version_of(tensor)) for tensor in later]
+            self._copied_at_once = [(tensor, version_of(tensor)) for tensor in at_once]
+
+    def end(self) -> None:
+        """Stop watching, because an update is about to change the tensors."""
+        with self._lock:
+            if self._step >= 0:
+                changed = _changed(self._copied_later)
+                if changed:
+                    self._torn.add(self._step)
+                changed |= _changed(self._copied_at_once)
+                self._changing = changed | (self._changing or set())
+            self._step, self._copied_later, self._copied_at_once = -1, [], []
+
+    def is_torn(self, step: int) -> bool:
+        """Return whether a forward has changed a tensor of a snapshot that is copied later."""
+        with self._lock:
+            return step in self._torn or (step == self._step and bool(_changed(self._copied_later)))
+
+
+def _changed(watched: Sequence[tuple[torch.Tensor, int]]) -> set[int]:
+    return {tensor.data_ptr() for tensor, version in watched if version_of(tensor) != version}
