@@ -54,12 +54,21 @@ def scheduler_state_for(
     """
     before, now = len(origin.groups), len(saved_groups)
 
-    def is_by_group(name: Any, saved: list[Any], here: Any) -> bool:
+    optimizers = {saved.optimizer for saved in saved_groups if saved is not None}
+
+    def is_by_group(path: _Path, saved: list[Any], here: Any) -> bool:
         if len(saved) != before:
             return False
-        # A list that is not by group has the same length in both states.
-        differs = before != now and type(here) is list and len(here) == now
-        return differs or (type(name) is str and name in _BY_GROUP)
+        if path and type(path[-1]) is str and path[-1] in _BY_GROUP:
+            return True
+        if type(here) is not list or len(here) != now:
+            return False
+        # A list that is not by group has the same length in both states, and is the same on every
+        # stage, or as the scheduler was built.
+        return before != now or (
+            repr(saved) != repr(here)
+            and any(repr(_at(one.scheduler, path)) != repr(saved) for one in optimizers)
+        )
 
     def item_of_group(index: int, path: _Path, here: Any) -> Any:
         saved = saved_groups[index]
@@ -76,7 +85,7 @@ def scheduler_state_for(
             return filled
         if type(saved) is not list:
             return saved
-        if is_by_group(path[-1] if path else None, saved, here):
+        if is_by_group(path, saved, here):
             return [item_of_group(index, path, here) for index in range(now)]
         return [walk(v, _item(here, i), (*path, i)) for i, v in enumerate(saved)]
 

@@ -1,0 +1,42 @@
+"""The state of a scheduler for other parameter groups than the saved ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeworker.record.checkpoint.param_groups import (
+    SavedGroup,
+    SavedOptimizer,
+    scheduler_state_for,
+)
+
+
+def saved(scheduler: dict[str, Any], groups: int = 2) -> SavedOptimizer:
+    return SavedOptimizer([{} for _ in range(groups)], scheduler)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "built", "expected"),
+    [
+        pytest.param([1, 2], [3, 4], [2, 3], [2, 3], id="by group, under a name of its own"),
+        pytest.param([1.5, 2.5], [3.5, 4.5], [2, 3], [2.5, 3.5], id="that has changed"),
+        pytest.param([10, 20], [10, 20], [10, 20], [10, 20], id="milestones"),
+        pytest.param([7, 8], [7, 8], [0, 0], [7, 8], id="a history, equal on all stages"),
+        pytest.param([1, 2, 3], [3, 4, 5], [2, 3], [1, 2, 3], id="of another length"),
+    ],
+)
+def test_a_list_with_as_many_items_as_groups(
+    first: list[float], second: list[float], built: list[float], expected: list[float]
+) -> None:
+    """A stage continues the last group of one stage and the first of the next."""
+    one, two = saved({"own": first}), saved({"own": second})
+    groups = [SavedGroup(one, 1), SavedGroup(two, 0)]
+    assert scheduler_state_for(one, groups, {"own": built}) == {"own": expected}
+
+
+def test_the_same_groups_keep_their_state() -> None:
+    one = saved({"own": [1, 2], "base_lrs": [3, 4]})
+    state = scheduler_state_for(one, [SavedGroup(one, 0), SavedGroup(one, 1)], {"own": [0, 0]})
+    assert state == one.scheduler
