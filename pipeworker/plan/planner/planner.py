@@ -50,7 +50,8 @@ def plan_order(
         kind = facts.layers[divisions.unsplit].kind
         raise UsageError(
             f"--schedule {order.name}: the backward of layer {divisions.unsplit} ({kind}) cannot "
-            "be split (a checkpoint with use_reentrant=True?); use 1f1b"
+            "be split (a checkpoint with use_reentrant=True, or on the CPU a GroupNorm in "
+            "channels_last?); use 1f1b"
         )
     chosen = balance is None
     if balance is None:

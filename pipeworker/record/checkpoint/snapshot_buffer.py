@@ -15,7 +15,7 @@ from pipeworker.record.checkpoint.json_state import Tensors
 from pipeworker.record.checkpoint.manifest import WorkerFiles
 from pipeworker.record.checkpoint.snapshot_memory import Chunk, FileContent, SnapshotMemory
 from pipeworker.record.checkpoint.stage_state import StageState, TensorContent, WorkerContent
-from pipeworker.record.checkpoint.tensor_file import TensorInfo, file_layout
+from pipeworker.record.checkpoint.tensor_file import TensorInfo, file_layout, raw_bytes
 
 CopyPairs = list[tuple[torch.Tensor, torch.Tensor]]
 """Copies to make: the target and the source of each, of one shape and dtype."""
@@ -170,7 +170,7 @@ def _tensor_chunks(content: TensorContent) -> Iterator[Chunk]:
     for name in ranges:  # by their place in the file
         if tensors[name].numel():
             whole = tensors[name].detach().resolve_conj().resolve_neg().cpu().contiguous()
-            yield whole.reshape(-1).view(torch.uint8).numpy().data
+            yield raw_bytes(whole).numpy().data
 
 
 def _infos(tensors: Tensors) -> dict[str, TensorInfo]:

@@ -35,6 +35,14 @@ def supports(dtype: torch.dtype) -> bool:
     return dtype in _DTYPES
 
 
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as uint8, of shape (nbytes,).
+
+    ``Tensor.view`` does not do, since a dim of size 1 may have any stride.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def file_layout(
     infos: Mapping[str, TensorInfo],
     metadata: Mapping[str, str] = MappingProxyType({}),

@@ -20,7 +20,7 @@ from pipeworker.job.option_parsing import UNITS
 from pipeworker.record.checkpoint.checkpoint import Adapters, Checkpoint
 from pipeworker.record.checkpoint.json_state import Tensors
 from pipeworker.record.checkpoint.manifest import WEIGHTS_INDEX, weights_index
-from pipeworker.record.checkpoint.tensor_file import TensorFile, file_layout, supports
+from pipeworker.record.checkpoint.tensor_file import TensorFile, file_layout, raw_bytes, supports
 from pipeworker.record.files.atomic_file import sync_file, temporary_path
 from pipeworker.record.run_record import find_best_checkpoint
 from pipeworker.record.rundir import find_checkpoint
@@ -206,7 +206,7 @@ class _Cast:
             made = chunk.to(dtype)
             if narrower and bool((made.isinf() & chunk.isfinite()).any()):
                 self.infinite.append(name)
-            yield made.view(torch.uint8)
+            yield raw_bytes(made)
 
 
 def _write_file(weights: Tensors, path: Path, cast: _Cast) -> None:
@@ -300,7 +300,7 @@ def _separate(weights: Tensors) -> Tensors:
 def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.numel():
         return torch.empty_like(tensor)
-    data = tensor.reshape(-1).view(torch.uint8).numpy()
+    data = raw_bytes(tensor.contiguous()).numpy()
     return torch.frombuffer(data, dtype=tensor.dtype).view(tensor.shape)
 
 

@@ -29,6 +29,7 @@ from torch import nn
 from pipeworker.facts.connections import Cached, Existing
 from pipeworker.facts.layer_names import numbered
 from pipeworker.job.signatures import signature
+from pipeworker.record.checkpoint.tensor_file import raw_bytes
 from pipeworker.worker.internals import is_fake
 
 _MOST = 1 << 16
@@ -182,7 +183,7 @@ def digest(parameters: Iterable[nn.Parameter]) -> int:
     for parameter in parameters:
         if not (parameter.is_meta or is_fake(parameter)):
             some = parameter.detach().reshape(-1)[:_DIGESTED].cpu()
-            found = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), found)
+            found = zlib.crc32(raw_bytes(some).numpy().tobytes(), found)
     return found
 
 

@@ -184,6 +184,8 @@ class _Measured:
         found = self._sizes()
         slow = perf_counter() - begin > _SLOW
         splits = self._wants_grad and bool(self._trained)
+        if splits and self._crashes_in_parts():
+            splits, found = False, dataclasses.replace(found, splits=False)
         forwards: list[float] = []
         wholes: list[float] = []
         firsts: list[float] = []
@@ -237,6 +239,24 @@ class _Measured:
             update_bytes=update.working,
             saved_bytes=found.saved_bytes + lost,
             deferred_bytes=self._deferred_bytes,
+        )
+
+    def _crashes_in_parts(self) -> bool:
+        """Return whether a split backward would end the process.
+
+        On the CPU torch's ``GroupNorm`` writes the gradient of an input in channels_last although
+        none was asked for (torch 2.13).
+        """
+        tensors = [*distinct_tensors(self._call.value), *self._parameters]
+        return (
+            self._device.type == "cpu"
+            and any(isinstance(module, nn.GroupNorm) for module in self._layer.modules())
+            and any(
+                not tensor.is_contiguous() and tensor.is_contiguous(memory_format=form)
+                for tensor in tensors
+                for form in (torch.channels_last, torch.channels_last_3d)
+                if tensor.dim() == (4 if form is torch.channels_last else 5)
+            )
         )
 
     @contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pipeworker.record.checkpoint.tensor_file import raw_bytes
 from pipeworker.worker.internals import pytree, version_of
 
 
@@ -103,4 +104,4 @@ def _checksum(tensor: torch.Tensor) -> int:
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bits of a dense tensor, as uint8 of shape ``[bytes]``."""
     plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.contiguous().reshape(-1).view(torch.uint8)
+    return raw_bytes(plain.contiguous())

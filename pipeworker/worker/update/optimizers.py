@@ -150,6 +150,8 @@ class StageOptimizers:
         """
         assert self._make_schedulers
         for group in (group for optimizer in self.all for group in optimizer.param_groups):
+            if "initial_lr" not in group:  # of an optimizer without a scheduler
+                continue
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(group["initial_lr"])
             else:

@@ -20,12 +20,13 @@ from pipeworker.coordinator.store import KeyValueStore
 from pipeworker.errors import PeerLost
 from pipeworker.plan.actions import Edge, Payload
 from pipeworker.plan.placement import Placement
+from pipeworker.record.checkpoint.tensor_file import raw_bytes
 from pipeworker.wire.messages.store import StoreOperation, StoreReply, StoreRequest
 from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.transport.connect import connect
 from pipeworker.worker.transport.handshake import Membership
 from pipeworker.worker.transport.links import unix
-from pipeworker.worker.transport.links.link import Lane, Link, OneLane, Pending, TwoLanes, bytes_of
+from pipeworker.worker.transport.links.link import Lane, Link, OneLane, Pending, TwoLanes
 from pipeworker.worker.transport.network import CoordinatorStore, Network, StoreCall
 
 ENDPOINT = "tcp://127.0.0.1:1"
@@ -135,8 +136,8 @@ class _Slot:
 
     def match(self) -> None:
         if self.source is not None and self.target is not None:
-            source = bytes_of(self.source)
-            bytes_of(self.target)[: source.numel()].copy_(source)
+            source = raw_bytes(self.source)
+            raw_bytes(self.target)[: source.numel()].copy_(source)
             self.done.set()
 
 

@@ -399,6 +399,13 @@ def test_a_backward_that_cannot_be_split_is_measured_as_a_whole(
     assert measured(nn.Linear(8, 8), torch.randn(4, 8)).splits
 
 
+def test_a_group_norm_in_channels_last_is_not_split() -> None:
+    """The second part would end the process, in torch itself."""
+    image = torch.randn(2, 8, 6, 6)
+    assert measured(nn.GroupNorm(2, 8), image).splits
+    assert not measured(nn.GroupNorm(2, 8), image.to(memory_format=torch.channels_last)).splits
+
+
 class Gradients(nn.Module):
     """Uses torch.func, which rejects hooks on saved tensors."""
 

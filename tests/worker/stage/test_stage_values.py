@@ -96,6 +96,12 @@ def test_checksums_tell_dense_tensors_apart_and_leave_others_out() -> None:
     assert checksums(x) != checksums(x + 1)
 
 
+def test_a_checksum_of_one_element_with_a_stride() -> None:
+    one = torch.arange(6.0).reshape(2, 3)[:1, 0]
+    assert one.stride() == (3,)
+    assert checksums(one) == checksums(one.clone(memory_format=torch.contiguous_format))
+
+
 def test_a_checksum_does_not_depend_on_where_a_tensor_is_in_memory() -> None:
     for dtype in (torch.float32, torch.bool, torch.complex64):
         whole = torch.arange(41).to(dtype)

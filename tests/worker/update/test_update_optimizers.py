@@ -181,6 +181,17 @@ def test_schedulers_are_made_again_for_another_number_of_steps() -> None:
     ]
 
 
+def test_an_optimizer_without_a_scheduler_keeps_its_rate_when_the_others_are_made_again() -> None:
+    def first(every: Any, steps: int) -> list[Any]:
+        return [schedules.CosineAnnealingLR(every[0], steps), None]
+
+    updater = make([nn.Linear(2, 2)], scheduler=first)
+    step(updater)
+    before = rates(updater)
+    updater.optimizers.restart_schedulers(1)
+    assert rates(updater) == before
+
+
 @pytest.mark.parametrize(
     ("returned", "text"),
     [

@@ -99,7 +99,9 @@ class Forward:
         self.first, self.stop = first, first + len(calls)
         self._calls, self._enter, self._leave = calls, enter, leave
         self._parts, self._known = parts, known
-        self._has_fake_weights = any(is_fake(p) for one in parts for p in one.unit.parameters())
+        units = [one.unit for one in parts]
+        own = [t for unit in units for t in (*unit.parameters(), *unit.buffers())]
+        self._has_fake_weights = any(map(is_fake, own))
         self._mode = Counting(self.operation)
         self._layer = 0  # whose unit is called next
         self._count = 0

@@ -184,14 +184,6 @@ class TwoLanes:
             self.bulk.close()
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous tensor as uint8, of shape (nbytes,).
-
-    ``Tensor.view`` does not do, since a dim of size 1 may have any stride.
-    """
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
 def peer_lost(edge: Edge, reason: object) -> PeerLost:
     """Return the error of an edge whose other end is gone."""
     return PeerLost(f"the channel {edge} closed: {reason}")

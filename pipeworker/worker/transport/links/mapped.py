@@ -27,13 +27,13 @@ import torch
 from pipeworker.errors import ProtocolError
 from pipeworker.host import streams
 from pipeworker.plan.actions import Edge
+from pipeworker.record.checkpoint.tensor_file import raw_bytes
 from pipeworker.worker.device.accelerator import Accelerator, Event, Mapping, Signal
 from pipeworker.worker.transport.handshake import AuthenticationError
 from pipeworker.worker.transport.links.link import (
     OneLane,
     Pending,
     PendingReceive,
-    bytes_of,
     peer_lost,
 )
 from pipeworker.worker.transport.links.sending import RECORD_BYTES, Ancillary, PostedSender
@@ -187,7 +187,7 @@ class SendingLane(PostedSender):
         if buffer.written is None:
             buffer.written, handle = self._mapping.signal()
         sends, size = accelerator.sends, min(count, tensor.nbytes)
-        target, source = buffer.memory, bytes_of(tensor)
+        target, source = buffer.memory, raw_bytes(tensor)
         if size < target.nbytes:  # a slice takes time as well
             target = target[offset : offset + size]
         if size < source.nbytes:

@@ -26,6 +26,7 @@ import torch
 
 from pipeworker.environment import timings
 from pipeworker.plan.actions import Edge
+from pipeworker.record.checkpoint.tensor_file import raw_bytes
 from pipeworker.worker.device.accelerator import Accelerator, Event
 from pipeworker.worker.device.nccl import Group, Work
 from pipeworker.worker.internals import PrefixStore, Store
@@ -34,7 +35,6 @@ from pipeworker.worker.transport.links.link import (
     GroupWork,
     Pending,
     PendingReceive,
-    bytes_of,
     peer_lost,
 )
 
@@ -58,7 +58,7 @@ class NcclLane:
 
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
         """Submit a send behind the current stream."""
-        return self._submit(partial(self._group.send, [bytes_of(tensor)], 1, 0))
+        return self._submit(partial(self._group.send, [raw_bytes(tensor)], 1, 0))
 
     def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Sequence[Pending]:
         """Post buffers; each is submitted when it, or one behind it, is waited for."""
@@ -72,7 +72,7 @@ class NcclLane:
         receives = self._accelerator.receives
         while receive.work is None:
             posted, free = self._posted.popleft()
-            tensors = [bytes_of(posted.tensor)]
+            tensors = [raw_bytes(posted.tensor)]
             with self._accelerator.using(receives):
                 receives.wait_event(free)
                 posted.work = self._submit(partial(self._group.recv, tensors, 0, 0))
