@@ -6,13 +6,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 
 from pipeworker.environment import timings
-from pipeworker.errors import PipeworkerError
+from pipeworker.errors import PipeworkerError, UnreadableFile
 from pipeworker.facts.failure import describe_exit
 from pipeworker.host.lifetime import kill_group
 from pipeworker.host.line_process import LineProcess, start_hooks
 from pipeworker.job.options import Options
+from pipeworker.record.run_feed import PlaceFile
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire.lines import FromHooks, HookSetup, JobOver, ToHooks, Verdict, Warned
 
@@ -36,9 +38,15 @@ class HookProcess:
         self._is_over = self._is_killed = False
 
     def start(self, names: Collection[str]) -> None:
-        """Start the process, unless it was or there are no hooks of these `names`."""
+        """Start the process, unless it was or there are no hooks of these `names`.
+
+        The file with their place is made now: the process takes seconds to import the job file, and
+        without the file a run that is resumed would begin behind its checkpoint.
+        """
         if not names or self._thread is not None:
             return
+        with suppress(OSError, UnreadableFile):  # the process fails with the same, and says so
+            PlaceFile(self._run_dir.hooks, names, self._options.resume_step).close()
         self._thread = threading.Thread(target=self._run, name="hooks", daemon=True)
         self._thread.start()
         self._started.wait()

@@ -11,6 +11,7 @@ from pipeworker.host import hook_process
 from pipeworker.host.hook_process import HookProcess
 from pipeworker.host.line_process import LineProcess
 from pipeworker.job.options import Options
+from pipeworker.record.run_feed import Place, PlaceFile
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire.lines import FromHooks, ToHooks, Verdict, Warned
 from support.real_jobs.jobs import until
@@ -29,6 +30,17 @@ def started(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> HookP
     made.start(("on_step",))
     made.start(("on_step",))  # of a further generation
     return made
+
+
+def test_the_place_of_hooks_is_kept_before_their_process_has_imported_the_job(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hooks = started(monkeypatch, tmp_path, "sleep", "1000")
+    hooks.kill()
+    places = PlaceFile(tmp_path / "hooks.json", ("on_step",), before=5)
+    assert places.places == {"on_step": Place(0)}
+    places.close()
+    hooks.finish(refuse, MISTAKE)
 
 
 def refuse(warned: Warned) -> None:
