@@ -158,15 +158,17 @@ class Job:
                 cannot_start, room = True, event.capacity // self._options.replicas
             # A lost snapshot belongs to the restart from it, and is not restored a second time.
             falls_back = before is not None and end.failure.cause is Cause.SNAPSHOT
-            is_free = cannot_start or falls_back
-            refusal = "" if is_free else self._restarts.refusal(end.failure, now)
             early = self.generation.last_state in BEFORE_STEPS and not falls_back
+            ranks = event.ranks if isinstance(event, lines.HostLost) else ()
+            is_same = self._restarts.is_same_incident(ranks, early=early)
+            is_free = cannot_start or falls_back or is_same
+            refusal = "" if is_free else self._restarts.refusal(end.failure, now)
             fewer = self._elastic.shrink(now, cannot_start=cannot_start, early=early, room=room)
             if fewer or not (refusal or cannot_start):
                 cause = with_location(end.failure)
                 if fewer:
                     cause = f"{cause}; the job continues with {self._workers_text}{self._fallback}"
-                self._restarts.record(cause, now)
+                self._restarts.record(cause, now, counts=not is_same)
                 return self._restart(effects, cause, now)
             if refusal and self._restarts.causes:
                 effects.append(Warned(f"the job is not restarted: {refusal}"))

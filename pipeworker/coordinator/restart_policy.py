@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from pipeworker.facts.failure import Cause, Failure
@@ -23,6 +24,25 @@ class RestartPolicy:
     causes: list[str] = field(default_factory=list)
     _times: list[float] = field(default_factory=list)
     _last: tuple[Cause, int, Position] | None = None
+    _lost: set[int] = field(default_factory=set)
+    """Ranks of the hosts that were lost since a restart, before a step."""
+
+    def is_same_incident(self, ranks: Collection[int], *, early: bool) -> bool:
+        """Return whether a host is lost by what has lost a worker before, and note its loss.
+
+        A cable that is out ends the agents of several hosts, one after another: each of them while
+        the job waits for the workers of the restart before, so no step has run (`early`). A host
+        that is lost twice counts again.
+
+        Args:
+            ranks: the ranks of the host's workers; none if no host is lost.
+            early: whether the generation was lost before it ran a step.
+        """
+        if not early:
+            self._lost = set()
+        is_known = not self._lost.isdisjoint(ranks)
+        self._lost |= {*ranks}
+        return early and bool(self._times) and bool(ranks) and not is_known
 
     def refusal(self, failure: Failure, now: float) -> str:
         """Return why the job does not restart after `failure`, or an empty string if it does."""
@@ -41,9 +61,10 @@ class RestartPolicy:
             return f"all {self.limit} restarts within an hour are used (--max-restarts)"
         return ""
 
-    def record(self, cause: str, now: float) -> None:
-        """Count a restart at `now` and keep its cause."""
-        self._times.append(now)
+    def record(self, cause: str, now: float, *, counts: bool = True) -> None:
+        """Keep the cause of a restart at `now`, which `counts` towards the limit or not."""
+        if counts:
+            self._times.append(now)
         self.causes.append(cause)
 
 

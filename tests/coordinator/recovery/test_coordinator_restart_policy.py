@@ -42,6 +42,19 @@ def test_a_loss_no_longer_counts_after_an_hour() -> None:
     assert len(policy.causes) == 4  # all causes are kept
 
 
+def test_hosts_that_are_lost_one_after_another_are_one_incident() -> None:
+    policy = RestartPolicy(2)
+    assert not policy.is_same_incident((0,), early=True)  # the first generation
+    policy.record("host a", 0.0)
+    assert policy.is_same_incident((1, 2), early=True)
+    policy.record("host b", 1.0, counts=False)
+    assert not policy.is_same_incident((1, 2), early=True)  # again
+    assert not policy.is_same_incident((), early=False)  # a step has run
+    assert policy.is_same_incident((1, 2), early=True)
+    assert refusal(policy, GONE, 2.0) == ""
+    assert refusal(policy, GONE, 3.0) == ALL_USED
+
+
 def test_with_max_restarts_0_the_first_loss_is_refused() -> None:
     assert refusal(RestartPolicy(0), GONE, 0.0) == "--max-restarts 0"
 
