@@ -1,7 +1,8 @@
-"""The buffers that a step or an evaluation pass changes, as they were before it.
+"""What a step or an evaluation pass changes in layers, as it was before.
 
 Weights and optimizer state change in updates alone. But a forward in training mode changes buffers,
-such as the running statistics of batch norm, so a step that fails leaves them half changed.
+such as the running statistics of batch norm, and extra state, so a step that fails leaves them half
+changed.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 from torch import nn
 
 from pipeworker.worker.blame import user_code
-from pipeworker.worker.internals import version_of
-from pipeworker.worker.stage.slots import is_same
+from pipeworker.worker.internals import buffers_of, version_of
+from pipeworker.worker.stage.slots import get_slot, is_same, is_small, set_slot
 
 
 @dataclass(slots=True)
@@ -31,18 +32,15 @@ class _Before:
 class BufferGuard:
     """The buffers of some layers, which can be restored if a step fails.
 
-    Only those buffers are copied that an earlier step has changed in place; most models have none.
-    Of any other buffer its tensor and its version are kept, which show whether it has changed. The
+    Only those buffers are copied that are small, or that an earlier step has changed in place. Of
+    any other buffer its tensor and its version are kept, which show whether it has changed. The
     kernels of norms change running statistics without a new version, so these are always copied.
     With `copies_all` all buffers are.
     """
 
     def __init__(self, layers: Iterable[nn.Module], *, copies_all: bool = False) -> None:
         self._places = [
-            (module, name)
-            for layer in layers
-            for module in layer.modules()
-            for name, _ in module.named_buffers(recurse=False)
+            (module, name) for module in _modules(layers) for name in buffers_of(module)
         ]
         self._changing = {
             number
@@ -54,12 +52,13 @@ class BufferGuard:
     def begin(self) -> None:
         """Keep the buffers as they are before a step."""
         self._before = []
-        for number, (module, name) in enumerate(self._places):
-            tensor: torch.Tensor | None = getattr(module, name, None)
+        for number, place in enumerate(self._places):
+            tensor: torch.Tensor | None = get_slot(place)
             version, copy = -1, None
             if tensor is not None:
                 version = version_of(tensor)
-                copy = tensor.detach().clone() if number in self._changing else None
+                if number in self._changing or is_small(place, tensor):
+                    copy = tensor.detach().clone()
             self._before.append(_Before(tensor, version, copy))
 
     def end(self) -> None:
@@ -78,17 +77,67 @@ class BufferGuard:
         """
         states, self._before = self._before or [], None
         with torch.no_grad():
-            for (module, name), before in zip(self._places, states, strict=False):
-                if before.tensor is None:
-                    continue
-                if before.copy is not None:
+            for place, before in zip(self._places, states, strict=False):
+                if before.tensor is not None and before.copy is not None:
                     if not is_same(before.tensor, before.copy):
                         before.tensor.copy_(before.copy)
-                elif version_of(before.tensor) != before.version:
-                    return f"{type(module).__name__}.{name}"
-                if getattr(module, name, None) is not before.tensor:
-                    setattr(module, name, before.tensor)
+                elif before.tensor is not None and version_of(before.tensor) != before.version:
+                    return _name(*place)
+                if get_slot(place) is not before.tensor:
+                    set_slot(place, before.tensor)
         return ""
+
+
+class StepGuard:
+    """The state of some layers before a step, which is restored if the step fails.
+
+    It is their buffers and extra state. Weights that a forward changes, as those of
+    ``nn.Embedding(max_norm=...)``, are found and not restored.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self._modules = _modules(layers)
+        self._buffers = BufferGuard(self._modules)
+        self._weights = [
+            (module, name, parameter)
+            for module in self._modules
+            for name, parameter in module.named_parameters(recurse=False)
+        ]
+        self._extra: _ExtraStates | None = None
+        self._versions: list[int] = []
+
+    def begin(self) -> None:
+        """Keep the state as it is before a step.
+
+        Raises:
+            UserCodeError: ``get_extra_state()`` of a module raised.
+        """
+        self._buffers.begin()
+        self._extra = _ExtraStates(self._modules)
+        self._versions = [version_of(parameter) for _, _, parameter in self._weights]
+
+    def end(self) -> None:
+        """Note that the step is whole: its update comes next."""
+        self._buffers.end()
+        self._extra, self._versions = None, []
+
+    def restore(self) -> str:
+        """Restore the state if a step has begun and has not ended.
+
+        Returns:
+            The name of a buffer or weight that cannot be restored; "" if there is none.
+
+        Raises:
+            UserCodeError: ``set_extra_state()`` of a module raised.
+        """
+        changed = self._buffers.restore()
+        if self._extra is not None:
+            self._extra.restore()
+        for (module, name, parameter), version in zip(self._weights, self._versions, strict=False):
+            if version_of(parameter) != version:
+                changed = changed or _name(module, name)
+        self._extra, self._versions = None, []
+        return changed
 
 
 class PassGuard:
@@ -103,14 +152,10 @@ class PassGuard:
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
-        layers = [*layers]
-        self._buffers = BufferGuard(layers, copies_all=True)
+        modules = _modules(layers)
+        self._buffers = BufferGuard(modules, copies_all=True)
         self._buffers.begin()
-        self._extra: list[tuple[nn.Module, Any]] = []
-        for module in (module for layer in layers for module in layer.modules()):
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
-                with user_code("get_extra_state()"):
-                    self._extra.append((module, copy.deepcopy(module.get_extra_state())))
+        self._extra = _ExtraStates(modules)
 
     def restore(self) -> None:
         """Restore the layers.
@@ -119,6 +164,29 @@ class PassGuard:
             UserCodeError: ``set_extra_state()`` of a module raised.
         """
         self._buffers.restore()
-        for module, before in self._extra:
+        self._extra.restore()
+
+
+class _ExtraStates:
+    """Copies of the extra state of the modules that have some."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._states: list[tuple[nn.Module, Any]] = []
+        for module in modules:
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                with user_code("get_extra_state()"):
+                    self._states.append((module, copy.deepcopy(module.get_extra_state())))
+
+    def restore(self) -> None:
+        for module, state in self._states:
             with user_code("set_extra_state()"):
-                module.set_extra_state(before)
+                module.set_extra_state(state)
+
+
+def _modules(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return all modules of some layers, each once."""
+    return [*dict.fromkeys(module for layer in layers for module in layer.modules())]
+
+
+def _name(module: nn.Module, name: str) -> str:
+    return f"{type(module).__name__}.{name}"

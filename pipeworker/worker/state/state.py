@@ -26,7 +26,7 @@ from pipeworker.worker.internals import loads_itself
 from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.local_stages import LocalStages
 from pipeworker.worker.settings import Role
-from pipeworker.worker.state.buffers import BufferGuard, PassGuard
+from pipeworker.worker.state.buffers import PassGuard, StepGuard
 from pipeworker.worker.state.snapshot_writer import Position, SnapshotWriter
 from pipeworker.worker.step.reduction import Files, Reduction
 from pipeworker.worker.transport.snapshot_transfer import (
@@ -147,7 +147,7 @@ class State:
         self.guards = not loaded.settings.to_log
         self.at: Position = None
         self._layers = layers
-        self._buffers = BufferGuard(layers if self.guards else ())
+        self._guard = StepGuard(layers if self.guards else ())
         self._before_step: tuple[Position] | None = None
         self._loaded, self._role, self._stages = loaded, loaded.role, stages
         self._tracker = loaded.settings.tracker
@@ -243,12 +243,12 @@ class State:
     def begin_step(self, at: Callable[[], Position]) -> None:
         """Keep what a step changes before its update; `at` returns the position in the data."""
         if self.guards:
-            self._buffers.begin()
+            self._guard.begin()
             self._before_step = (at(),)
 
     def end_step(self) -> None:
         """Note that the step is whole."""
-        self._buffers.end()
+        self._guard.end()
         self._before_step = None
 
     @contextmanager
@@ -279,7 +279,7 @@ class State:
         if not self._role.writes_checkpoint:
             self._tracker.wait()
             return None
-        changed = self._buffers.restore()  # the job may end within a step
+        changed = self._guard.restore()  # the job may end within a step
         if self._before_step is not None:
             (at,) = self._before_step
         if reason := self.invalid or (changed and f"the step that failed has changed {changed}"):

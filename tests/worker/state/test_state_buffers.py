@@ -7,19 +7,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeworker.worker.state.buffers import BufferGuard, PassGuard
+from pipeworker.worker.state.buffers import BufferGuard, PassGuard, StepGuard
 
 
 class Averages(nn.Module):
     """Changes one buffer in place, replaces another, and leaves a third as it is."""
 
+    constant: torch.Tensor
     placed: torch.Tensor
     replaced: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 3) -> None:
         super().__init__()
         for name in ("placed", "replaced", "constant"):
-            self.register_buffer(name, torch.zeros(3))
+            self.register_buffer(name, torch.zeros(size))
         self.register_buffer("absent", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,7 +64,7 @@ def test_a_whole_step_stays() -> None:
 
 
 def test_a_buffer_that_no_step_before_has_changed_cannot_be_restored() -> None:
-    layers: list[nn.Module] = [Averages()]
+    layers: list[nn.Module] = [Averages(20_000)]
     guard = BufferGuard(layers)
     guard.begin()
     layers[0](torch.zeros(1))
@@ -86,6 +87,47 @@ class Counts(Averages):
 
     def set_extra_state(self, state: Any) -> None:
         self.calls = state
+
+
+class Hidden(Counts):
+    """Also changes buffers and weights as no version shows, and fills one that was None."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.constant.data.add_(1)
+        self.placed.numpy()[:] += 1
+        self.absent = torch.ones(3)
+        return super().forward(x)
+
+
+def test_what_a_failed_first_step_has_changed_is_restored() -> None:
+    layer = Hidden()
+    guard, before = StepGuard([layer]), state([layer])
+    guard.begin()
+    layer(torch.zeros(2))
+    assert guard.restore() == ""
+    after = state([layer])
+    assert after.keys() == before.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert layer.calls == []
+    guard.begin()
+    layer(torch.zeros(2))
+    guard.end()
+    assert guard.restore() == ""
+    assert layer.calls == [2]
+
+
+def test_weights_that_a_failed_step_has_changed_are_named() -> None:
+    layer = nn.Embedding(4, 3, max_norm=0.1)
+    guard = StepGuard([layer])
+    guard.begin()
+    layer(torch.tensor([1]))
+    assert guard.restore() == "Embedding.weight"
+    guard.begin()
+    layer(torch.tensor([1]))
+    guard.end()
+    with torch.no_grad():
+        layer.weight.add_(1)  # the update
+    assert guard.restore() == ""
 
 
 def test_what_an_interrupted_pass_has_changed_is_restored() -> None:
