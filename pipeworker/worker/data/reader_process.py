@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import resource
 import selectors
 import socket
+import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -64,6 +66,8 @@ _UNCHECKED = 1 << 26
 """Bytes of mini-batches that are kept however little memory is available."""
 _SHARE = 8
 """Mini-batches may take one part in so many of the memory that would be available without them."""
+_DESCRIPTORS = 4
+"""They may take one part in so many of the descriptors that the process may have open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,8 @@ class Replies:
         self._kept: deque[Reply] = deque()
         self._sent = 0
         self._bytes = 0
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = descriptors // _DESCRIPTORS if descriptors > 0 else sys.maxsize
 
     @property
     def waiting(self) -> int:
@@ -96,8 +102,13 @@ class Replies:
         return len(self._kept) - self._sent
 
     def add(self, reply: Reply) -> None:
-        """Keep a reply; drop the oldest ones that the worker was sent, if memory is short."""
+        """Keep a reply; drop the oldest that the worker was sent, if they take too much.
+
+        That is too much memory, or too many descriptors: a large mini-batch has one.
+        """
         self._kept.append(reply)
+        while len(self._kept) > self._most and self._sent:
+            self._drop_oldest()
         self._bytes += reply.packed.size
         if self._bytes > _UNCHECKED:
             most = (cgroups.available_memory() + self._bytes) // _SHARE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import resource
 
 import pytest
 
@@ -64,6 +65,16 @@ def test_the_end_of_data_is_the_reply_to_every_further_request() -> None:
     assert replies.seek((0, 0))
     assert next_place(replies) == (0, 0)
     assert replies.next().is_last
+
+
+def test_the_oldest_are_dropped_if_there_are_few_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))
+    replies = Replies()
+    read(replies, *((0, number) for number in range(10)))
+    assert not replies.seek((0, 2))
+    assert replies.seek((0, 4))
 
 
 def test_the_oldest_are_dropped_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
