@@ -25,7 +25,7 @@ _TOKEN = "/etc/pipeworker"
 _WEEK = 7 * 24 * 3600
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
-_QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|[KMGTPE]i?)?")
+_QUANTITY = re.compile(r"(?=[\d.]*[1-9])\d+(\.\d+)?(m|k|[KMGTPE]i?)?")
 _RESOURCE = re.compile(r"[a-z0-9.-]+/[A-Za-z0-9._-]+")
 _LABEL = re.compile(r"([a-z0-9.-]+/)?[A-Za-z0-9][A-Za-z0-9._-]*=[A-Za-z0-9._-]*")
 _FORMS = {

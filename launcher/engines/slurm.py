@@ -200,8 +200,9 @@ class Slurm(Cluster):
         """Submit the script of a job."""
         script, pattern = self.render(spec), spec.settings.get("output", _log(spec))
         parent = Path(spec.settings.get("chdir", spec.folder), pattern).parent
-        if "%" not in str(parent):
-            parent.mkdir(parents=True, exist_ok=True)  # Slurm drops the output otherwise
+        if "%" not in str(parent).replace("%%", ""):
+            plain = Path(str(parent).replace("%%", "%"))
+            plain.mkdir(parents=True, exist_ok=True)  # Slurm drops the output otherwise
         early = _log_file(spec, pattern, "")
         start = early.stat().st_size if early and early.exists() else 0
         try:
@@ -250,7 +251,7 @@ def find(run: str) -> SlurmJob | None:
 
 
 def _log(spec: JobSpec) -> str:
-    return f"{spec.run_dir}.log"
+    return f"{spec.run_dir.replace('%', '%%')}.log"
 
 
 def _log_file(spec: JobSpec, pattern: str, number: str) -> Path | None:

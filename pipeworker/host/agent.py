@@ -154,7 +154,7 @@ class Agent:
                 link = self._readers.link(request.rank)
             pid = os.fork()
         except OSError as error:
-            _send(_cannot_start(request, error))
+            _send(self._cannot_start(request, error))
             tracker.close()
             ring.close()
             if link is not None:
@@ -167,6 +167,11 @@ class Agent:
         self._watcher.add(pid)
         self._workers[pid] = request, tracker, ring
         _send(Forked(request.rank, request.generation, pid))
+
+    def _cannot_start(self, request: Fork, error: OSError) -> CannotStart:
+        where = f" on {socket.gethostname()}" if self._remote else ""
+        text = f"cannot start the worker of rank {request.rank}{where}: {error.strerror}"
+        return CannotStart(request.rank, request.generation, text)
 
     def _keep_sockets(self, now: float) -> None:
         keep_sockets_folder(self._sockets)
@@ -183,7 +188,7 @@ class Agent:
             try:
                 check_available(*WORKER_NEEDS)
             except OSError as error:  # reported here: the worker cannot without them
-                _send(_cannot_start(request, error))
+                _send(self._cannot_start(request, error))
                 return
             if self._remote and (reason := unreachable_reason(request)):
                 _send(CannotStart(request.rank, request.generation, reason))
@@ -282,11 +287,6 @@ def unreachable_reason(request: Fork) -> str:
         "hosts of a job must reach each other at any port, with no firewall or ssh jump host "
         "between them"
     )
-
-
-def _cannot_start(request: Fork, error: OSError) -> CannotStart:
-    text = f"cannot start the worker of rank {request.rank}: {error.strerror}"
-    return CannotStart(request.rank, request.generation, text)
 
 
 def _send(event: FromAgent) -> None:

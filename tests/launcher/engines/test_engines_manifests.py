@@ -259,6 +259,7 @@ def test_kubernetes_does_not_expand_arguments() -> None:
         (spec_with(grace="10"), "--set grace=10: must be more than 10 s"),
         (spec_with(node_selector="a"), "--set node-selector=a: must be LABEL=VALUE"),
         (spec_with(memory="64 GB"), "--set memory=64 GB: must be a quantity, as 64Gi"),
+        (spec_with(memory="0Gi"), "--set memory=0Gi: must be a quantity, as 64Gi"),
         (spec_with(accelerator="gpu"), "--set accelerator=gpu: must be a resource, as nvidia"),
         (spec_with(namespace="a_b"), "--set namespace=a_b: must be the name of a namespace"),
         (spec_with(job="train.py"), "--set job=train.py: must be an absolute path in the pods"),

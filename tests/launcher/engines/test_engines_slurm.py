@@ -203,6 +203,10 @@ def test_the_file_of_the_output_is_the_one_that_sbatch_writes(
     assert submitted(output="/tmp/%A", **{"job-name": "x"}).log == Path("/tmp/12")
     assert "warning" not in capsys.readouterr().err
     assert submitted(output="%N.log").log is None
+    here = replace(here, run_dir=str(commands / "50%j" / "run"))
+    assert "/50%%j/run.log" in Slurm().render(here)
+    assert submitted().log == commands / "50%j" / "run.log"
+    assert (commands / "50%j").is_dir()
     assert "goes to %N.log, which cannot be followed" in capsys.readouterr().err
     submitted(time="2")
     assert "warning: the time limit is 120 s, and the job is notified" in capsys.readouterr().err
