@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pipeworker.errors import AGAIN
 from pipeworker.facts.failure import Cause, Failure, describe_exit
 from pipeworker.facts.position import Position
 from pipeworker.plan.placement import Placement
@@ -174,7 +175,14 @@ class Roster:
         member = self.members.get(report.rank)
         if member is None:
             return Failure(Cause.LOST, text, rank=report.rank, position=report.position)
+        if report.code == AGAIN and self.has_several_hosts:
+            text = f"{member.full_name} no longer receives from the coordinator; {_LARGE_PACKETS}"
         return member.failure(Cause.LOST, text, report.position)
+
+    @property
+    def has_several_hosts(self) -> bool:
+        """Whether the workers that have joined are on several hosts."""
+        return len({member.hello.host for member in self.members.values()}) > 1
 
     def unheard(self, now: float) -> Failure | None:
         """Return the failure of a worker that is unreachable, silent or missing for too long."""
@@ -200,7 +208,7 @@ class Roster:
         members = [self.members[rank] for rank in sorted(awaited) if rank in self.members]
         moved_at = max((member.moved_at for member in self.members.values()), default=0.0)
         waited = [m.last_heard - moved_at for m in members if m.beat.waiting]
-        several_hosts = len({member.hello.host for member in self.members.values()}) > 1
+        several_hosts = self.has_several_hosts
         limit = self.timings.network_patience(self.limit) if several_hosts else self.limit
         if not members or len(waited) < len(members) or min(waited) <= limit:
             return None

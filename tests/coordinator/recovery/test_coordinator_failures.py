@@ -13,6 +13,7 @@ from pipeworker.coordinator.roster import JOIN_FACTOR
 from pipeworker.coordinator.steps.progress import Start
 from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.coordinator.waiting import State
+from pipeworker.errors import AGAIN
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
 from pipeworker.timings import STALL_FACTOR
@@ -237,6 +238,16 @@ def test_workers_of_several_hosts_may_wait_for_tcp_after_an_outage() -> None:
         f"{limit:g} s without progress (deadlock?)"
     )
     assert "correct the MTU" in remedy  # heartbeats pass where large packets are dropped
+
+
+def test_a_worker_of_another_host_that_the_coordinator_does_not_reach_is_explained() -> None:
+    job = ScriptedJob(2)
+    for rank in job.ranks:
+        job.receive(Hello(rank, f"host-{rank}", 1000 + rank))
+    job.exited(1, AGAIN)
+    text, remedy = job.failure.message.split("; ")
+    assert text == "stage 1 (pid 1001 on host-1) no longer receives from the coordinator"
+    assert "correct the MTU" in remedy
 
 
 def test_a_silent_worker_is_not_taken_for_one_that_waits() -> None:
