@@ -136,6 +136,54 @@ def test_a_wrong_job_file_is_explained_as_launch_does(jobs: Jobs, old: str, new:
     assert next(lasts) == next(lasts)
 
 
+PLACED = """
+import torch
+from torch import nn
+
+
+class Position(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.randn(50, 8))
+
+    def forward(self, x):
+        return x + self.table[: x.size(1)]
+
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(20, 8), Position()
+        self.hidden, self.head = nn.Linear(8, 8), nn.Linear(8, 20)
+
+    def forward(self, x):
+        return self.head(self.hidden(self.position(self.embedding(x))).relu())
+
+
+model = Language
+
+
+def optimizer(params):
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def data():
+    for _ in range(4):
+        x = torch.randint(20, (8, 5))
+        yield x, x
+"""
+
+
+def test_a_unit_with_buffers_alone_is_counted(jobs: Jobs) -> None:
+    output = planned(jobs, "--stages", "2", "--no-profile", source=PLACED)
+    assert "cannot be counted" not in output
+    assert "from counted operations" in output
+
+
 @pytest.mark.parametrize("words", [(), ("--no-profile",)])
 def test_an_error_in_a_layer_names_the_layer(jobs: Jobs, words: tuple[str, ...]) -> None:
     job_file = jobs.write(JOB.replace("nn.Linear(16, 16)", "nn.Linear(17, 16)"))
