@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch._dynamo import reset
 from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
 
 from pipeworker.facts.connections import Skip
 from pipeworker.facts.position import Phase, Position
@@ -134,6 +135,12 @@ def test_autocast_of_traced_layers_equals_eager() -> None:
         assert mb.loss is not None
         found.append([mb.loss, *(p.grad for layer in stage.layers for p in layer.parameters())])
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_a_backward_leaves_what_its_second_part_needs() -> None:
+    """Otherwise a graph's backward may write its results there, and runs once."""
+    compiled([nn.Linear(2, 2)], EAGER)[0](torch.ones(1, 2))
+    assert not functorch_config.donated_buffer
 
 
 @slow
