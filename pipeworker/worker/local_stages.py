@@ -32,6 +32,7 @@ from pipeworker.worker.stage.skips import StageSkips
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.step.first_sample import check_figures
 from pipeworker.worker.step.wiring import Wiring
+from pipeworker.worker.update.independence import note_of
 from pipeworker.worker.update.optimizers import StageOptimizers
 from pipeworker.worker.update.ties import Ties
 from pipeworker.worker.update.update import Updater
@@ -186,7 +187,9 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
                 state = StageState(names, layers, stage.state_dicts(), first=stage.first)
                 initial.load(state, user_code)
             tracker.set(Phase.UPDATE)
-            updaters[part.stage] = _updater(stage, loaded, ties_of, plan.steps)
+            made = updaters[part.stage] = _updater(stage, loaded, ties_of, plan.steps)
+            if role.placement.stages > 1 or role.shards:
+                model.borrowing.notes += filter(None, map(note_of, made.optimizers.all))
         aliases = {
             names.of_numbered(name): names.of_numbered(tie.names[0])
             for tie in plan.ties

@@ -1,0 +1,65 @@
+"""Whether an optimizer updates each parameter by itself, as it must for any number of stages."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import warnings
+from contextlib import redirect_stdout
+
+import torch
+from torch import nn
+
+_STEPS = 6
+_SIZE = 4
+_LARGE = 100.0
+"""Gradients of this size exceed what an optimizer bounds their common norm by."""
+
+
+def note_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return a note for the user on an optimizer that combines parameters, or ""."""
+    if not combines_parameters(optimizer):
+        return ""
+    return (
+        f"{type(optimizer).__name__}: combines the parameters that it is given, which are those of "
+        "a stage, so the numbers depend on the number of stages"
+    )
+
+
+def combines_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer updates a parameter otherwise if there is another one beside it.
+
+    Two optimizers of its class with its settings are tried, on one small parameter and on two. An
+    optimizer of torch is not tried, because all of them update each parameter by itself; nor is
+    one whose constructor takes more than its settings.
+    """
+    kind = type(optimizer)
+    if kind.__module__.partition(".")[0] == "torch":
+        return False
+    known = inspect.signature(kind).parameters
+    settings = {name: value for name, value in optimizer.defaults.items() if name in known}
+
+    def first_of(count: int) -> torch.Tensor:
+        """Return the first of `count` parameters after some steps."""
+        torch.default_generator.manual_seed(0)
+        parameters = [nn.Parameter(torch.zeros(_SIZE, _SIZE)) for _ in range(count)]
+        gradients = [_LARGE * torch.randn(_SIZE, _SIZE) for _ in range(count)]
+        made = kind(parameters, **settings)
+        for step in range(_STEPS):
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient.clone()
+            torch.default_generator.manual_seed(step)
+            made.step()
+        return parameters[0].detach()
+
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.enable_grad(),
+        redirect_stdout(io.StringIO()),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        try:
+            return not torch.equal(first_of(1), first_of(2))
+        except Exception:  # the user's class may do anything: what it does here says nothing
+            return False
