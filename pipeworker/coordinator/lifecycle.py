@@ -263,13 +263,20 @@ class Lifecycle(Waiting):
         return self.fail(failure)
 
     def _named(self, failure: Failure) -> Failure:
-        """Return a failure with the name of its layer's stage, or of all stages of its rank."""
+        """Return a failure with the name of its layer's stage, or of all stages of its rank.
+
+        The host is part of it if the job has several, unless the message has it.
+        """
         if failure.rank < 0 or failure.rank >= self.placement.ranks:
             return failure
+        name = self.placement.names(failure.rank)
         stage = self.blueprint.stage_at(failure.position) if self.blueprint else -1
         if self.placement.replicas == 1 and stage in self.placement.stages_of(failure.rank):
-            return replace(failure, stage=f"stage {stage}")
-        return replace(failure, stage=self.placement.names(failure.rank))
+            name = f"stage {stage}"
+        member = self.roster.members.get(failure.rank)
+        if member and self.roster.has_several_hosts and member.hello.host not in failure.message:
+            name = f"{name} on {member.hello.host}"
+        return replace(failure, stage=name)
 
     def saves_before(self, end: JobEnd) -> bool:
         """Return whether a last checkpoint is written before the end of a script's job.

@@ -250,6 +250,16 @@ def test_a_worker_of_another_host_that_the_coordinator_does_not_reach_is_explain
     assert "correct the MTU" in remedy
 
 
+@pytest.mark.parametrize("several", [True, False])
+def test_an_error_names_the_host_if_there_are_several(several: bool) -> None:
+    job = ScriptedJob(2)
+    for rank in job.ranks:
+        job.receive(Hello(rank, f"host-{rank if several else 0}", 1000 + rank))
+    text = "the job file job.py raised ModuleNotFoundError: No module named 'helper'"
+    job.receive(Failed(1, Failure(Cause.USER, text, 1)))
+    assert job.failure.stage == ("stage 1 on host-1" if several else "stage 1")
+
+
 def test_a_silent_worker_is_not_taken_for_one_that_waits() -> None:
     """Its last report, that it waits, is younger than its last move."""
     job = ScriptedJob(2, worker_timeout=PATIENCE).running()
