@@ -157,15 +157,19 @@ class SnapshotWriter:
 
     def wait_copied(self) -> None:
         """Wait until the snapshot in progress is copied, because weights are about to change."""
+        self._wait()
+        if (step := self._watch.end()) >= 0:
+            streams.note(f"no snapshot of step {step}: a forward began to change weights in place")
+
+    def _wait(self) -> None:
         self._copied.wait()
-        self._watch.end()
         self._raise()
 
     def save(
         self, save: Save, parts: Sequence[StageState], elsewhere: set[int], position: Position
     ) -> Saved:
         """Write this worker's part of a checkpoint now, after all writes in progress."""
-        self.wait_copied()
+        self._wait()
         self._writes.finish()
         self._raise()
         buffer = self._buffers[save.slot]

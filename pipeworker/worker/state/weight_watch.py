@@ -40,16 +40,23 @@ class WeightWatch:
             self._copied_later = [(tensor, version_of(tensor)) for tensor in later]
             self._copied_at_once = [(tensor, version_of(tensor)) for tensor in at_once]
 
-    def end(self) -> None:
-        """Stop watching, because an update is about to change the tensors."""
+    def end(self) -> int:
+        """Stop watching, because an update is about to change the tensors.
+
+        Returns:
+            The step whose snapshot is torn; -1 if it is not, or there is none.
+        """
+        torn = -1
         with self._lock:
             if self._step >= 0:
                 changed = _changed(self._copied_later)
                 if changed:
-                    self._torn.add(self._step)
+                    torn = self._step
+                    self._torn.add(torn)
                 changed |= _changed(self._copied_at_once)
                 self._changing = changed | (self._changing or set())
             self._step, self._copied_later, self._copied_at_once = -1, [], []
+        return torn
 
     def is_torn(self, step: int) -> bool:
         """Return whether a forward has changed a tensor of a snapshot that is copied later."""

@@ -36,14 +36,14 @@ def combines_parameters(optimizer: torch.optim.Optimizer) -> bool:
     kind = type(optimizer)
     if kind.__module__.partition(".")[0] == "torch":
         return False
-    known = inspect.signature(kind).parameters
-    settings = {name: value for name, value in optimizer.defaults.items() if name in known}
 
     def first_of(count: int) -> torch.Tensor:
         """Return the first of `count` parameters after some steps."""
         torch.default_generator.manual_seed(0)
         parameters = [nn.Parameter(torch.zeros(_SIZE, _SIZE)) for _ in range(count)]
         gradients = [_LARGE * torch.randn(_SIZE, _SIZE) for _ in range(count)]
+        known = inspect.signature(kind).parameters
+        settings = {name: value for name, value in optimizer.defaults.items() if name in known}
         made = kind(parameters, **settings)
         for step in range(_STEPS):
             for parameter, gradient in zip(parameters, gradients, strict=True):
