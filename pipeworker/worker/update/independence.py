@@ -6,6 +6,7 @@ import inspect
 import io
 import warnings
 from contextlib import redirect_stdout
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -31,10 +32,11 @@ def combines_parameters(optimizer: torch.optim.Optimizer) -> bool:
 
     Two optimizers of its class with its settings are tried, on one small parameter and on two. An
     optimizer of torch is not tried, because all of them update each parameter by itself; nor is
-    one whose constructor takes more than its settings.
+    one of the user's own code, which may count its steps in a variable, or one whose constructor
+    takes more than its settings.
     """
     kind = type(optimizer)
-    if kind.__module__.partition(".")[0] == "torch":
+    if not _is_of_a_package(kind):
         return False
 
     def first_of(count: int) -> torch.Tensor:
@@ -63,3 +65,13 @@ def combines_parameters(optimizer: torch.optim.Optimizer) -> bool:
             return not torch.equal(first_of(1), first_of(2))
         except Exception:  # the user's class may do anything: what it does here says nothing
             return False
+
+
+def _is_of_a_package(kind: type) -> bool:
+    """Return whether a class is of an installed package other than torch."""
+    try:
+        parts = Path(inspect.getfile(kind)).parts
+    except (TypeError, OSError):  # it was made by exec(), in a notebook for example
+        return False
+    is_of_torch = kind.__module__.partition(".")[0] == "torch"
+    return not is_of_torch and not {"site-packages", "dist-packages"}.isdisjoint(parts)

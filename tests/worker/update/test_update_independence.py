@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,18 +14,21 @@ from torch import nn
 
 from pipeworker.worker.update.independence import combines_parameters, note_of
 
+PACKAGE = """
+import torch
+
 
 class Descent(torch.optim.Optimizer):
-    """Descends by the gradients, divided by what `share` makes of all of them."""
+    # Descends by the gradients, divided by what `norm` makes of all of them.
 
-    def __init__(self, params: Any, lr: float = 0.1, limit: float = 1.0) -> None:
+    def __init__(self, params, lr=0.1, limit=1.0):
         super().__init__(params, {"lr": lr, "limit": limit})
 
-    def norm(self, gradients: list[torch.Tensor]) -> float:
+    def norm(self, gradients):
         return 1.0
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         for group in self.param_groups:
             norm = max(self.norm([p.grad for p in group["params"]]), group["limit"])
             for p in group["params"]:
@@ -30,46 +36,66 @@ class Descent(torch.optim.Optimizer):
 
 
 class Bounded(Descent):
-    """Bounds the common norm of all gradients, as LAMB does."""
+    # Bounds the common norm of all gradients, as LAMB does.
 
-    def norm(self, gradients: list[torch.Tensor]) -> float:
+    def norm(self, gradients):
         return float(torch.stack([g.norm() for g in gradients]).norm())
 
 
 class Noisy(Descent):
-    """Draws random numbers for each parameter."""
+    # Draws random numbers for each parameter.
 
-    def norm(self, gradients: list[torch.Tensor]) -> float:
+    def norm(self, gradients):
         return float(torch.rand(len(gradients))[0])
 
 
 class Talking(Descent):
-    """Takes what is no setting, which is unknown here."""
+    # Takes what is no setting, which is unknown here.
 
-    def __init__(self, params: Any, name: str) -> None:
+    def __init__(self, params, name):
         print(name)
         super().__init__(params)
+"""
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = tmp_path_factory.mktemp("lib") / "site-packages"
+    folder.mkdir()
+    (folder / "descending.py").write_text(PACKAGE)
+    sys.path.insert(0, str(folder))
+    yield import_module("descending")
+    sys.path.remove(str(folder))
+    del sys.modules["descending"]
 
 
 @pytest.mark.parametrize(
-    ("made", "expected"),
+    ("name", "words", "expected"),
     [
-        (lambda params: torch.optim.AdamW(params), False),
-        (lambda params: Descent(params), False),
-        (lambda params: Bounded(params), True),
-        (lambda params: Bounded(params, limit=1e9), False),
-        (lambda params: Noisy(params), False),
-        (lambda params: Talking(params, "a"), False),
+        ("Descent", {}, False),
+        ("Bounded", {}, True),
+        ("Bounded", {"limit": 1e9}, False),
+        ("Noisy", {}, False),
+        ("Talking", {"name": "a"}, False),
     ],
 )
 def test_whether_a_parameter_beside_another_is_updated_otherwise(
-    made: Callable[[Any], torch.optim.Optimizer], expected: bool
+    package: Any, name: str, words: dict[str, Any], expected: bool
 ) -> None:
     layer = nn.Linear(3, 3)
-    optimizer = made(layer.parameters())
+    optimizer = getattr(package, name)(layer.parameters(), **words)
     before = [p.detach().clone() for p in layer.parameters()]
     state = torch.get_rng_state()
     assert combines_parameters(optimizer) == expected
     assert torch.equal(torch.get_rng_state(), state)
     assert all(map(torch.equal, before, layer.parameters()))
     assert note_of(optimizer).startswith("Bounded: combines the parameters") == expected
+
+
+def test_the_users_own_class_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may count its steps in a variable of the job file."""
+    (tmp_path / "own_descent.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = import_module("own_descent")
+    assert not combines_parameters(own.Bounded(nn.Linear(3, 3).parameters()))
+    assert not combines_parameters(torch.optim.AdamW(nn.Linear(3, 3).parameters()))
