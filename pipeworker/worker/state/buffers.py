@@ -1,4 +1,4 @@
-"""What a step or an evaluation pass changes in layers, as it was before.
+"""Copies of the state that a step or an evaluation pass changes in layers, as it was before.
 
 Weights and optimizer state change in updates alone. But a forward in training mode changes buffers,
 such as the running statistics of batch norm, and extra state, so a step that fails leaves them half
