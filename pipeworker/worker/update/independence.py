@@ -40,10 +40,10 @@ def combines_parameters(optimizer: torch.optim.Optimizer) -> bool:
         return False
 
     def first_of(count: int) -> torch.Tensor:
-        """Return the first of `count` parameters after some steps."""
+        """Return the first of `count` parameters on the CPU after some steps."""
         torch.default_generator.manual_seed(0)
-        parameters = [nn.Parameter(torch.zeros(_SIZE, _SIZE)) for _ in range(count)]
-        gradients = [_LARGE * torch.randn(_SIZE, _SIZE) for _ in range(count)]
+        parameters = [nn.Parameter(torch.zeros(_SIZE, _SIZE, device="cpu")) for _ in range(count)]
+        gradients = [_LARGE * torch.randn(_SIZE, _SIZE, device="cpu") for _ in range(count)]
         known = inspect.signature(kind).parameters
         settings = {name: value for name, value in optimizer.defaults.items() if name in known}
         made = kind(parameters, **settings)
