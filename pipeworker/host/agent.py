@@ -17,7 +17,6 @@ import selectors
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -99,8 +98,6 @@ class Agent:
             clock = SuspendAwareClock(timings().ping)
             received_at, timeout = clock.now(), 0.0  # none until the launcher sends it
             _send(KeepAlive(timeout))
-            with contextlib.suppress(OSError):  # no folder can be written
-                tempfile.gettempdir()  # for the workers: it writes a file to try the folder
             while True:
                 now = clock.now()  # before reading: it may be suspended with input unread
                 if now - self._kept_at > _KEEP_SECONDS:

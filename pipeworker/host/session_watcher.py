@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import signal
+import tempfile
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -80,23 +81,28 @@ class SessionWatcher:
 def choose_sockets_folder() -> str:
     """Return the path of a folder that no process has yet, for :func:`share_sockets_folder`.
 
-    It is "" if the folder of temporary files cannot be written, which most jobs do not need.
+    It is "" if no folder of temporary files can be written, which most jobs do not need.
     """
-    # tempfile.gettempdir() writes a file to try it, which stays if this process is killed then.
-    temporary = Path(os.environ.get("TMPDIR") or "/tmp").absolute()
-    usable = os.access(temporary, os.W_OK | os.X_OK)
-    return str(temporary / f"pymp-{secrets.token_hex(4)}") if usable else ""
+    named = (os.environ.get(variable) for variable in ("TMPDIR", "TEMP", "TMP"))
+    # The places of tempfile.gettempdir(), in its order, without the current folder.
+    places = [*filter(None, named), "/tmp", "/var/tmp", "/usr/tmp"]
+    usable = (place for place in places if os.access(place, os.W_OK | os.X_OK))
+    temporary = next(usable, "")
+    return str(Path(temporary).absolute() / f"pymp-{secrets.token_hex(4)}") if temporary else ""
 
 
 def share_sockets_folder(folder: str) -> None:
     """Make the folder for the sockets of ``multiprocessing`` in this process and its descendants.
 
     This process removes it at its end. Otherwise each process of a data loader makes one of its
-    own, which stays when the process is killed.
+    own, which stays when the process is killed. Its parent becomes their folder of temporary files.
     """
     if folder:
         with suppress(OSError):
             Path(folder).mkdir(mode=0o700)
+            # tempfile.gettempdir() would write a file to try it, which stays if this process is
+            # killed then.
+            tempfile.tempdir = str(Path(folder).parent)
             # What get_temp_dir() does, with a name that a watcher knew before.
             multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
             remove = (None, shutil.rmtree, (folder, True))

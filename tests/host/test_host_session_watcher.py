@@ -85,7 +85,7 @@ def test_a_stopped_watcher_ends_with_an_agent_that_ends_by_itself(tmp_path: Path
 
 
 SHARES = """
-import os, signal, sys
+import os, signal, sys, tempfile
 from multiprocessing import util
 from pathlib import Path
 from pipeworker.host.session_watcher import (
@@ -97,6 +97,7 @@ assert not Path(folder).exists()
 watcher = SessionWatcher(folder)
 share_sockets_folder(folder)
 assert util.get_temp_dir() == folder and Path(folder).is_dir()
+assert tempfile.tempdir == os.environ["TMPDIR"], "tempfile would try it with a file"
 if sys.argv[1:]:
     os.kill(os.getpid(), signal.SIGKILL)
 """
