@@ -60,7 +60,7 @@ else:
     ProcessGroupGloo = _find("torch._C._distributed_c10d.ProcessGroupGloo")
     """Makes groups of two ranks that rendezvous at the coordinator's store, without a default
     process group."""
-    FakeTensorMode = _find("torch._subclasses.fake_tensor.FakeTensorMode")
+    FakeTensorMode = _find("torch._subclasses.fake_tensor.FakeTensorMode") or object
     """The survey of skips runs layers without memory."""
     _FakeTensor = _find("torch._subclasses.fake_tensor.FakeTensor")
     without_fake_modes = _find("torch._subclasses.fake_tensor.unset_fake_temporarily")
@@ -166,10 +166,22 @@ def observing(
     return Observer()  # type: ignore[no-untyped-call]
 
 
+class _SharedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """A fake mode that is not copied with its tensors.
+
+    A mode has ``StorageWeakRef`` objects, which release a count at their end that a copy of them
+    has not taken: so the memory of a storage in use would be freed. A module that is copied may
+    have fake tensors, such as parameters that its hooks reach.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SharedFakeMode:
+        return self
+
+
 @cache
 def shared_fake_mode() -> FakeTensorMode:
     """Return the one fake mode of this process: fake tensors of two modes cannot be combined."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return _SharedFakeMode(allow_non_fake_inputs=True)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from datetime import timedelta
@@ -212,6 +213,17 @@ def test_the_default_store_needs_a_process_group() -> None:
         assert internals.default_store().get("a") == b"1"
     finally:
         dist.destroy_process_group()
+
+
+def test_a_copy_of_a_fake_tensor_has_the_same_mode() -> None:
+    """A copied mode would free storages that others use."""
+    with internals.shared_fake_mode() as mode:
+        layer = nn.Linear(2, 2)
+    copied = copy.deepcopy(layer)
+    weight: Any = copied.weight
+    assert copied is not layer
+    assert weight is not layer.weight
+    assert weight.fake_mode is mode
 
 
 def test_stores_fake_tensors_and_pytree() -> None:
