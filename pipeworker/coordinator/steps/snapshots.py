@@ -162,12 +162,15 @@ class Snapshots:
     def step_done(self, done: Collection[StepDone], ranks: int | None = None) -> list[str]:
         """Take a copy that is complete on all workers as the last snapshot; return new warnings.
 
-        All of them must report the same step: a worker that lacks memory for a copy makes none. The
-        first `ranks` workers, or all, hold the whole state together.
+        All of them must report the same step: a worker that lacks memory for a copy makes none. A
+        copy that is torn on any worker is given up. The first `ranks` workers, or all, hold the
+        whole state together.
         """
         warnings: list[str] = []
         if not self._warned and any(d.snapshot_lacked_memory for d in done):
             self._warned, warnings = True, [LACKED_MEMORY]
+        torn = {d.snapshot_torn for d in done}
+        self._copying = {s: state for s, state in self._copying.items() if state.step not in torn}
         copied = {d.snapshot_step for d in done}
         slot = next((s for s, state in self._copying.items() if copied == {state.step}), None)
         if slot is None:

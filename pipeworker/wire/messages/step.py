@@ -49,6 +49,8 @@ class StepDone:
         batch: from the worker with stage 0, the next mini-batch; None at the end of the data.
         snapshot_step: the last step whose snapshot is complete, -1 for none.
         snapshot_lacked_memory: whether a snapshot was not made because memory is short.
+        snapshot_torn: the last step whose snapshot will not be complete, because a forward changed
+            weights in place while they were copied; -1 for none.
         data_seconds: seconds spent reading the next mini-batch, part of `busy`.
         borrowed: in the first step, uses of parameters that no layer of this worker has.
         notes: in the first step, hints for the user about what layers do.
@@ -66,6 +68,7 @@ class StepDone:
     snapshot_step: int = -1
     snapshot_seconds: float = 0.0
     snapshot_lacked_memory: bool = False
+    snapshot_torn: int = -1
     data_seconds: float = 0.0
     borrowed: tuple[Borrowed, ...] = ()
     notes: tuple[str, ...] = ()
@@ -82,6 +85,7 @@ class StepDone:
         check(self.busy >= 0.0, f"{self.busy} seconds of work")
         check(self.data_seconds >= 0.0, f"{self.data_seconds} seconds of reading")
         check(self.snapshot_step >= -1, f"a snapshot of step {self.snapshot_step}")
+        check(self.snapshot_torn >= -1, f"a torn snapshot of step {self.snapshot_torn}")
         check(self.snapshot_seconds >= 0.0, f"{self.snapshot_seconds} seconds for a snapshot")
         check(self.peak_memory >= 0, f"{self.peak_memory} bytes of memory")
 

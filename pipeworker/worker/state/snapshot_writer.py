@@ -105,12 +105,17 @@ class SnapshotWriter:
         """Step of the last complete snapshot, or -1, and the seconds of work it took.
 
         The main thread asks after a step, so that all that the step's forwards have changed is
-        known. A snapshot that is torn is like one that memory is too short for.
+        known.
         """
         copied = self._copied_last
-        if copied != self._complete and not self._watch.is_torn(copied[0]):
+        if copied != self._complete and copied[0] not in self._watch.torn():
             self._complete = copied
         return self._complete
+
+    @property
+    def torn(self) -> int:
+        """The last step whose snapshot is given up, because it is torn; -1 for none."""
+        return max(self._watch.torn(), default=-1)
 
     def copy(
         self, copy: Copy, parts: Sequence[StageState], elsewhere: set[int], position: Position
@@ -289,7 +294,7 @@ class SnapshotWriter:
             files, error = (), f"{name} is gone"
             self._process.close()
             self._process = None  # the next checkpoint starts another
-        if self._watch.is_torn(step):
+        if step in self._watch.torn():
             files, error = (), "a forward began to change weights in place while they were copied"
         self._send(Saved(self._rank, step, files, error))
 

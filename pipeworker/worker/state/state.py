@@ -155,13 +155,13 @@ class State:
         self._writer = self._new_writer()  # its threads might be refused in the middle of a step
 
     @property
-    def copied(self) -> tuple[int, float, bool]:
-        """The three values about snapshots that a :class:`StepDone` reports.
+    def copied(self) -> tuple[int, float, bool, int]:
+        """The four values about snapshots that a :class:`StepDone` reports.
 
-        They are the step of the last complete snapshot or -1, the seconds of work it took, and
-        whether memory was too short for a snapshot.
+        They are the step of the last complete snapshot or -1, the seconds of work it took, whether
+        memory was too short for a snapshot, and the last step whose snapshot is torn or -1.
         """
-        return *self._writer.complete, self._writer.lacked_memory
+        return *self._writer.complete, self._writer.lacked_memory, self._writer.torn
 
     def begin(self, plan: Plan) -> bool:
         """Restore the state that the worker starts from, if any; check that it can be saved.

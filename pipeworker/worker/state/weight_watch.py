@@ -25,7 +25,7 @@ class WeightWatch:
         self._step = -1
         self._copied_later: list[tuple[torch.Tensor, int]] = []
         self._copied_at_once: list[tuple[torch.Tensor, int]] = []
-        self._torn: set[int] = set()
+        self._torn: list[int] = []
 
     def may_change(self, tensor: torch.Tensor) -> bool:
         """Return whether a forward may change a tensor, so that it must be copied at once."""
@@ -52,16 +52,16 @@ class WeightWatch:
                 changed = _changed(self._copied_later)
                 if changed:
                     torn = self._step
-                    self._torn.add(torn)
+                    self._torn.append(torn)
                 changed |= _changed(self._copied_at_once)
                 self._changing = changed | (self._changing or set())
             self._step, self._copied_later, self._copied_at_once = -1, [], []
         return torn
 
-    def is_torn(self, step: int) -> bool:
-        """Return whether a forward has changed a tensor of a snapshot that is copied later."""
+    def torn(self) -> list[int]:
+        """Return the steps of the snapshots in which a forward changed a tensor copied later."""
         with self._lock:
-            return step in self._torn or (step == self._step and bool(_changed(self._copied_later)))
+            return [*self._torn, *([self._step] if _changed(self._copied_later) else [])]
 
 
 def _changed(watched: Sequence[tuple[torch.Tensor, int]]) -> set[int]:

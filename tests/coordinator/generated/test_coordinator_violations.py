@@ -85,7 +85,7 @@ def test_a_malformed_frame_names_its_sender() -> None:
 
 def step_done(**wrong: object) -> list[object]:
     """Return the fields of a StepDone, some of them replaced."""
-    right = [1, 1, [], [], [], 0.0, 0.1, 0, None, -1, 0.0, False, 0.0, [], []]
+    right = [1, 1, [], [], [], 0.0, 0.1, 0, None, -1, 0.0, False, -1, 0.0, [], []]
     names = [field.name for field in fields(StepDone)]
     return [wrong.get(name, value) for name, value in zip(names, right, strict=True)]
 
@@ -137,6 +137,7 @@ WRONG = [
     ("StepDone", step_done(borrowed=[["x" * 513, 3, ""]]), "names of parameters, or too long"),
     ("StepDone", step_done(notes=["x"] * 17), "too many notes"),
     ("StepDone", step_done(snapshot_step=-2), "a snapshot of step -2"),
+    ("StepDone", step_done(snapshot_torn=-2), "a torn snapshot of step -2"),
     ("StepDone", step_done(snapshot_seconds=-1.0), "-1.0 seconds for a snapshot"),
     (
         "Call",

@@ -201,6 +201,17 @@ def test_a_snapshot_follows_the_evaluation_of_its_step() -> None:
     assert copies(job.evaluated(2)) == [Copy(2, 1)] * 2
 
 
+def test_another_copy_follows_one_that_is_torn() -> None:
+    job = replaceable_job().running()
+    assert copied(job, 1) == Copy(1, 0)
+    assert copied(job, 2) == Copy(2, 1)
+    job.done(0, 3, snapshot_step=2)
+    effects = job.done(1, 3, snapshot_step=1, snapshot_torn=2)
+    assert copies(effects) == [Copy(3, 1)] * 2
+    assert copied(job, 4) == Copy(4, 0)
+    assert [line.step for line in of(job.effects, Snapshot)] == [1, 3]
+
+
 def test_a_snapshot_that_lacks_memory_causes_one_warning() -> None:
     job = replaceable_job().running()
     assert copied(job, 1) == Copy(1, 0)

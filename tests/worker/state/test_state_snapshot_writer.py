@@ -135,6 +135,7 @@ def test_weights_that_a_forward_has_changed_are_copied_at_once(
         writer.copy(Copy(step, 0), layer_writer.parts, set(), None)
         with torch.no_grad():
             layer.weight.mul_(0.5)  # a forward of the next step
+        assert writer.torn == 2
         late_copies.set()
         writer.wait_copied()
         # The first such forward comes too late for the snapshot: it does not count.
