@@ -7,12 +7,16 @@ import os
 import select
 import signal
 import sys
+import time
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
 import pipeworker
 
 _PR_SET_PDEATHSIG = 1
+_TRACKER_SECONDS = 2.0
+"""How long a resource tracker may take to end after the processes that it serves."""
 _ROOT = str(Path(pipeworker.__file__).parents[1])
 # A user's module in the current folder must not be imported in place of one of pipeworker's or of
 # Python's, so the folder that `-c` puts first on the path is removed before any import, and
@@ -73,5 +77,45 @@ def is_stopped(pid: int) -> bool:
 
 def kill_group(pid: int) -> None:
     """Kill the process group of a worker: the worker and the processes it started."""
-    with suppress(ProcessLookupError):  # all of them have ended
-        os.killpg(pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.killpg(pid, 0)  # raises if all of them have ended, which is usual
+        kill_all(lambda: processes_with(os.getpgid, {pid}))
+
+
+def kill_all(members: Callable[[], set[int]]) -> None:
+    """Kill the processes that `members` returns, also those that start meanwhile.
+
+    A resource tracker of ``multiprocessing`` ends when the other processes have, and removes the
+    shared memory that they leave. So it is killed only if it does not end soon.
+    """
+    killed: set[int] = set()
+    until = time.monotonic() + _TRACKER_SECONDS
+    while left := members() - killed:
+        spared = set(filter(_is_tracker, left)) if time.monotonic() < until else set()
+        for pid in left - spared:
+            with suppress(ProcessLookupError, PermissionError):  # ended, or another user's
+                os.kill(pid, signal.SIGKILL)
+        killed |= left - spared
+        if left == spared:
+            time.sleep(0.005)
+
+
+def processes_with(number_of: Callable[[int], int], numbers: Collection[int]) -> set[int]:
+    """Return the processes whose group or session, as `number_of` returns it, is of `numbers`."""
+    import psutil  # here: it is rarely needed
+
+    found = set()
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError, PermissionError):
+            if number_of(pid) in numbers:
+                found.add(pid)
+    return found
+
+
+def _is_tracker(pid: int) -> bool:
+    """Return whether a process is a resource tracker that has not ended (Linux)."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()  # nothing, once it has ended
+    except OSError:
+        return False
+    return b"multiprocessing.resource_tracker" in words

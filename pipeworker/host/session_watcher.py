@@ -15,12 +15,12 @@ import secrets
 import shutil
 import signal
 import tempfile
-from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from struct import Struct
 
 from pipeworker.host.device_files import remove_device_files
+from pipeworker.host.lifetime import kill_all, processes_with
 from pipeworker.host.streams import connect_to_null
 
 _RECORD = Struct("=i")
@@ -120,27 +120,6 @@ def keep_sockets_folder(folder: str) -> None:
             os.utime(folder)
 
 
-def kill_sessions(leaders: Collection[int]) -> None:
-    """Kill all processes in these sessions, also those that start meanwhile."""
-    killed: set[int] = set()
-    while leaders and (found := _members(leaders) - killed):
-        for pid in found:
-            with suppress(ProcessLookupError, PermissionError):  # ended, or another user's
-                os.kill(pid, signal.SIGKILL)
-        killed |= found
-
-
-def _members(leaders: Collection[int]) -> set[int]:
-    import psutil  # here: it is rarely needed
-
-    found = set()
-    for pid in psutil.pids():
-        with suppress(ProcessLookupError, PermissionError):
-            if os.getsid(pid) in leaders:
-                found.add(pid)
-    return found
-
-
 def _watch(reads: int) -> None:
     """Follow the sessions until no process can add another, then kill what is left in them."""
     os.setsid()
@@ -156,6 +135,7 @@ def _watch(reads: int) -> None:
             leaders.add(leader)
         else:
             leaders.discard(-leader)
-    kill_sessions(leaders)
+    if leaders:
+        kill_all(lambda: processes_with(os.getsid, leaders))
     for leader in leaders:
         remove_device_files(leader)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +61,46 @@ def test_a_process_starts_beside_files_named_like_modules_of_python(
         text=True,
     )
     assert (done.returncode, done.stderr) == (1, "")
+
+
+LEADER = """
+import os, sys, time
+from multiprocessing import shared_memory
+
+made = shared_memory.SharedMemory(create=True, size=1)
+if not os.fork():
+    time.sleep(1000)
+print(made.name, flush=True)
+sys.stdin.readline()
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory is in a folder of Linux's")
+@pytest.mark.parametrize("ends", [True, False], ids=["ended", "alive"])
+@pytest.mark.parametrize("stopped", [False, True], ids=["", "stopped"])
+def test_shared_memory_goes_with_the_group_that_made_it(
+    ends: bool, stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resource tracker removes it when the others of its group have ended, unless it hangs."""
+    monkeypatch.setattr(lifetime, "_TRACKER_SECONDS", 0.1 if stopped else 60.0)
+    line = [sys.executable, "-c", LEADER]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(line, start_new_session=True, **pipes) as leader:  # type: ignore[call-overload]
+        memory = Path("/dev/shm", leader.stdout.readline().decode().strip())
+        group = lifetime.processes_with(os.getpgid, {leader.pid})
+        assert len(group) == 3
+        until(lambda: any(map(lifetime._is_tracker, group)))  # one is not yet when it is forked
+        (tracker,) = filter(lifetime._is_tracker, group)
+        if stopped:
+            os.kill(tracker, signal.SIGSTOP)
+        if ends:
+            leader.stdin.close()
+            leader.wait()
+        assert memory.exists()
+        lifetime.kill_group(leader.pid)
+        leader.wait()
+        until(lambda: not lifetime.processes_with(os.getpgid, {leader.pid}))
+        assert memory.exists() is stopped
+        if stopped:
+            memory.unlink()
