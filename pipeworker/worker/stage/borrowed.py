@@ -18,6 +18,7 @@ from pipeworker.errors import UsageError
 from pipeworker.facts.connections import Borrowed
 from pipeworker.plan.ties import LOSS, used_elsewhere
 from pipeworker.worker.internals import AccumulateGrad, sequence_of
+from pipeworker.worker.stage import losses
 from pipeworker.worker.stage.values import distinct_tensors
 
 TextOf = Callable[[nn.Parameter], str]
@@ -33,7 +34,7 @@ class Borrowing:
         place_of: returns the name of a parameter that a layer known to this process has.
         origin_of: returns the origin of a parameter that callables reach.
         found: used parameters of no known layer; the layer of another process may have them.
-        notes: hints for the user about scalars that a forward leaves in attributes.
+        notes: hints for the user about scalars that a forward leaves in attributes, and the loss.
     """
 
     place_of: TextOf
@@ -74,7 +75,9 @@ class Borrowing:
                     "loss(): uses a tensor with a graph that a layer has left behind, and with "
                     "several stages it could not have it; return it with the output of the layer"
                 )
-            if user != LOSS:
+            if user == LOSS:
+                self.notes += losses.notes_on(output)
+            else:
                 self.notes += _left_in_attributes(user, layer, nodes, begin)
             for parameter in _leaves(nodes):
                 if id(parameter) in own:

@@ -52,9 +52,33 @@ def parts(loss: Any) -> tuple[torch.Tensor, Any]:
     return _checked(loss), None
 
 
+def notes_on(loss: Any) -> list[str]:
+    """Return a note on what ``loss`` returned if it is a pair whose count is none by its value.
+
+    A count may be a sum of weights, but other libraries take a metric in its place.
+    """
+    root, count = parts(loss)
+    if count is None:
+        return []
+    total, number = float(root.detach()), float(count)
+    if number.is_integer() and (number or not total):
+        return []
+    pair = f"({total:.6g}, {number:.6g})"
+    return [
+        f"loss(output, target) returned the pair {pair}, which means (sum, count): the loss of a "
+        "step is the sum of the sums, divided by the sum of the counts; if the second is a metric, "
+        "return the loss alone, and the metric by metrics()"
+    ]
+
+
 def _count(count: Any) -> Any:
     if isinstance(count, torch.Tensor) and count.numel() == 1 and not count.is_complex():
-        return count.detach().reshape(())
+        if count.requires_grad:
+            raise UsageError(
+                "loss(output, target) returned a pair (sum, count) whose count has a graph, and a "
+                "count has no gradient; detach() it, or return one scalar"
+            )
+        return count.reshape(())
     if isinstance(count, (int, float)):
         return count
     shown = a_type(count)

@@ -186,6 +186,26 @@ class Balanced(nn.Module):
         return self.units[1](x)
 
 
+@pytest.mark.parametrize("count", [2, 2.0, torch.tensor(6.0), torch.tensor(3)])
+def test_a_count_that_is_a_whole_number_is_not_noted(count: Any) -> None:
+    assert not train(lambda _, x: None, lambda output, _: (output.sum(), count))
+
+
+def test_a_sum_over_no_element_is_not_noted() -> None:
+    assert not train(lambda _, x: None, lambda output, _: (output.sum() * 0.0, 0))
+
+
+@pytest.mark.parametrize("count", [0.75, torch.tensor(0.75), 0])
+def test_a_metric_in_the_place_of_a_count_is_noted(count: Any) -> None:
+    (note,) = train(lambda _, x: None, lambda output, _: (output.sum() * 0.0 + 1.5, count))
+    assert f"returned the pair (1.5, {float(count):g}), which means (sum, count)" in note
+
+
+def test_a_count_with_a_graph_is_an_error() -> None:
+    with pytest.raises(UsageError, match="whose count has a graph, and a count has no gradient"):
+        train(lambda _, x: None, lambda output, _: (output.sum(), output.mean()))
+
+
 def test_a_part_of_the_loss_between_the_units_of_a_cut_module_is_noted() -> None:
     plan, layers = cut(Balanced(), (torch.ones(2, 3), torch.ones(2)))
     found = Borrowing(lambda _: "", lambda _: "")
