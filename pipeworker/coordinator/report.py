@@ -186,7 +186,8 @@ def _busy_seconds(planned: Planned, options: Options) -> tuple[float, ...]:
     """Return the seconds of a step in which each worker is predicted to compute."""
     stages = [one.total for one in planned.stage_seconds]
     held = planned.schedule.placement.held
-    return tuple(options.accumulate * sum(stages[stage] for stage in some) for some in held)
+    each = (sum(stages[stage] for stage in some) for some in held)
+    return tuple(options.accumulate * seconds + planned.update for seconds in each)
 
 
 def shared_accelerators(workers: Iterable[tuple[Hello, Ready]], names: Callable[[int], str]) -> str:

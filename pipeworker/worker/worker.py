@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import socket
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -205,8 +206,9 @@ class Worker:
             recorded = isinstance(command, RunStep) and command.recorded
             recorder.receive(command.step, recorded=recorded)
         worker.state.snapshots.stop_serving()
+        updating = 0.0
         with recorder.during(UPDATE) if message.update else contextlib.nullcontext():
-            self._change(message.update, worker)
+            updating = self._change(message.update, worker)
         if self._profiler is not None:
             self._profiler.advance(message)
         if message.copy is not None:
@@ -214,7 +216,7 @@ class Worker:
                 worker.state.copy(message.copy, worker.position)
         match command:
             case RunStep():
-                return self._run(command, worker)
+                return self._run(command, worker, updating)
             case Evaluate():
                 evaluation = contextlib.closing(worker.loaded.evaluation())
                 guarded = worker.state.evaluating()
@@ -229,20 +231,23 @@ class Worker:
                 return None
         return assert_never(command)
 
-    def _change(self, update: Change | None, worker: PlannedWorker) -> None:
-        """Do what changes the state before the next command."""
+    def _change(self, update: Change | None, worker: PlannedWorker) -> float:
+        """Do what changes the state before the next command; return the seconds of an update."""
         if isinstance(update, Update):
-            self._update(update, worker)
-        elif update is not None:
+            return self._update(update, worker)
+        if update is not None:
             with worker.state.changing("a scheduler is not stepped"):
                 worker.stages.step_schedulers(update)
+        return 0.0
 
-    def _update(self, update: Update, worker: PlannedWorker) -> None:
+    def _update(self, update: Update, worker: PlannedWorker) -> float:
         self._tracker.set(Phase.UPDATE, update.step)
         worker.state.end_step()
         worker.state.wait_copied()
         with worker.state.changing(f"the update of step {update.step} is not complete"):
+            began = time.monotonic()
             worker.stages.apply(update)
+            seconds = time.monotonic() - began
             self._tracker.set(Phase.WAITING, update.step)  # a failure is not the update's now
             if not (self._has_updated or update.overflow):
                 self._has_updated = True
@@ -250,8 +255,9 @@ class Worker:
             if worker.loaded.role.shards and not update.overflow:
                 self._tracker.wait(update.step)
                 worker.stages.share_weights(self.connected.wiring)
+        return seconds
 
-    def _run(self, run: RunStep, worker: ConnectedWorker) -> StepDone:
+    def _run(self, run: RunStep, worker: ConnectedWorker, updating: float) -> StepDone:
         if worker.loaded.job.steps_by_epoch and run.batch.microbatches:
             # Read one more mini-batch, to see whether the epoch ends with this step: a run that is
             # resumed has the same learning rates.
@@ -270,7 +276,7 @@ class Worker:
             output.losses,
             output.counts,
             worker.stages.squares(),
-            output.busy,
+            output.busy + updating,
             worker.stages.optimizers.learning_rate,
             peak_memory(worker.loaded.device),
             worker.executor.feed.next_batch,

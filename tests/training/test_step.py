@@ -47,6 +47,35 @@ def test_the_checked_actions_are_in_the_plan(jobs: Jobs) -> None:
     assert run.plan["stages"][1]["classes"] == ["Tanh", "Linear"]
 
 
+SLOW_UPDATE = JOB.replace(
+    "    def optimizer(params):\n",
+    """    import time
+
+    class Slow(torch.optim.SGD):
+        def step(self):
+            time.sleep(0.2)
+            return super().step()
+
+    def optimizer(params):
+        return Slow(params, lr=0.1)
+
+    def unused(params):
+""",
+    1,
+)
+
+
+def test_the_time_of_an_update_is_no_idle_time(jobs: Jobs) -> None:
+    """The update of a step is at the beginning of the next one's time."""
+    words = ("--stages", "2", "--microbatches", "2", "--steps", "3")
+    run = jobs.train(*words, source=SLOW_UPDATE)
+    assert run.metrics[0]["bubble"] > 0
+    for row in run.metrics[1:]:
+        assert row["seconds"] > 0.2
+        assert row["bubble"] < 0.5
+    assert all(seconds > 0.2 for seconds in run.summary["busy_seconds"])
+
+
 MANY_JOB = """
     import time
     import torch

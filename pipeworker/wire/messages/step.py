@@ -44,7 +44,8 @@ class StepDone:
         counts: with `losses`, the counts of ``(sum, count)`` losses, else empty.
         squares: floats whose exact sum is the squared 2-norm of this worker's gradient; few,
             however many parameters there are (:func:`pipeworker.exact_sum.partials`).
-        busy: seconds spent computing (forward, recompute, backward, data).
+        busy: seconds spent computing (forward, recompute, backward, data), and before that on the
+            update of the last step, unless that came with another command.
         learning_rate: of the first group of the leading optimizer; NaN if the worker has none.
         batch: from the worker with stage 0, the next mini-batch; None at the end of the data.
         snapshot_step: the last step whose snapshot is complete, -1 for none.
