@@ -27,6 +27,7 @@ from pipeworker.host.position import Tracker
 from pipeworker.job.file import JobFile
 from pipeworker.worker import blame
 from pipeworker.worker.device.device import Stopwatch
+from pipeworker.worker.internals import is_fake, without_fake_modes
 from pipeworker.worker.profile.heap import lost_bytes
 from pipeworker.worker.profile.meters import Flops, SavedTensors, bytes_of, memory_meter
 from pipeworker.worker.profile.optimizer import UpdateFacts, measure_update
@@ -134,6 +135,12 @@ def measure_loss(
         saved_input_bytes=found.saved_input_bytes,
         working_bytes=found.working_bytes,
     )
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor, which is real if that is, although a fake mode may be active."""
+    with nullcontext() if is_fake(tensor) else without_fake_modes():
+        return aligned_copy(tensor)
 
 
 class _Loss(nn.Module):
@@ -354,8 +361,8 @@ class _Measured:
         call = self._call
         value, popped = call.value, {name: call.popped[name] for name in sorted(call.popped)}
         if self._changes_input:
-            value = map_tensors(aligned_copy, value)
-            popped = {name: (aligned_copy(t), wanted) for name, (t, wanted) in popped.items()}
+            value = map_tensors(_copied, value)
+            popped = {name: (_copied(t), wanted) for name, (t, wanted) in popped.items()}
         found = MicroBatch(0, split_backward=split, value=value, wants_grad=list(call.wants_grad))
         if popped:
             tensors, wants = zip(*popped.values(), strict=True)
