@@ -329,7 +329,7 @@ class Supervisor:
         ranks, survives = self._forks.lose(event.agent)
         if not ranks and not is_used:
             self._show(Warned(f"{text}; the job has no worker there, and continues"))
-        elif had_workers or (agent.silence and agent.may_retry):
+        elif had_workers or ((agent.silence or agent.hello) and agent.may_retry):
             if not survives:
                 self._snapshot = None
             self._send(lines.HostLost(ranks, text, survives))

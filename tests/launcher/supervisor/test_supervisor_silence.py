@@ -99,6 +99,20 @@ def test_an_agent_that_is_killed_at_its_start_is_not_replaced() -> None:
         assert not of(job.handle(events.Ticked(), seconds=2), effects.StartAgent)
 
 
+def test_a_remote_agent_that_ends_before_it_has_a_worker_is_replaced_once() -> None:
+    """It could be used until then, as it has introduced itself."""
+    text = "host b is lost: it exited with status 255"
+    job = Scripted(agents=remote(1, 1))
+    for number in (0, 1):
+        job.agent(number, events.CheckedHello())
+    job.agent(0, KeepAlive(0))
+    job.bound()
+    assert sent(job.lose(1, 255)) == [HostLost((1,), text, survives=True)]
+    found = job.coordinator(Restart(2, text, 2))
+    assert of(found, effects.StartAgent) == [effects.StartAgent(1)]
+    assert sent(job.lose(1, 255)) == [CannotStart(1, 2, text, 1)]
+
+
 def test_a_silent_coordinator_is_ended() -> None:
     job = Scripted(options={"worker_timeout": 3.0, "max_restarts": 0}).running()
     job.agent(0, KeepAlive(0), seconds=4)
