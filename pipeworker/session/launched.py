@@ -40,6 +40,8 @@ _OPTIONS = {
 """The options of the command, by name."""
 _SWITCHES = {f.name for f in dataclasses.fields(Options) if f.type == "bool"} - {"no_profile"}
 """Options that have a form with ``--no-``."""
+_FLAGS = _SWITCHES | {"no_profile", "sync", "resume", "auto_resume", "quiet", "verbose"}
+"""Options without a value."""
 _OF_THE_COMMAND = {
     "debug": "it needs a terminal",
     "dry_run": "it prints what would be submitted",
@@ -159,7 +161,7 @@ def command_words(
         match value:
             case None:
                 pass
-            case True:
+            case True if name in _FLAGS:
                 words.append(option)
             case False:
                 words += [f"--no-{option[2:]}"] if name in _SWITCHES else []

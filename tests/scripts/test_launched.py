@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 import pipeworker
@@ -40,6 +41,16 @@ def test_every_switch_of_the_command_can_be_turned_off() -> None:
                 assert word in command_words("job.py", [], {name: False})
     assert "no_profile" in {parameter.name for parameter in LAUNCH_PARAMETERS}
     assert command_words("job.py", [], {"no_profile": False}) == command_words("job.py", [], {})
+
+
+def test_true_is_no_value_of_an_option_that_takes_one() -> None:
+    """The command rejects it: its next word must not become the value."""
+    for parameter in LAUNCH_PARAMETERS:
+        word = max(parameter.opts, key=len)
+        name = word[2:].replace("-", "_")
+        if isinstance(parameter, click.Option) and name not in ("debug", "dry_run", "json"):
+            words = command_words("job.py", [], {name: True})
+            assert words[2:-1] == [word if parameter.is_flag else f"{word}=True"]
 
 
 def test_every_option_of_the_command_is_known() -> None:
