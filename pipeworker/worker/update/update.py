@@ -79,10 +79,12 @@ class Updater:
         self._tracker = tracker or Tracker()
         self._is_frozen = not any(p.requires_grad for p in self._all)
         self._accelerator = next((rng.accelerator_generator(p.device) for p in self._all), None)
-        self.shards = [self.parameters]
+        self.shards, own = [self.parameters], self.parameters
         if replicas > 1:
             self.shards = shards([p for p in self.parameters if p.requires_grad], replicas)
-        own = self.shards[replica]
+            updated = {id(p) for p in self.shards[replica]}
+            # The first replica's optimizer has those that no step changes.
+            own = [p for p in own if id(p) in updated or not (replica or p.requires_grad)]
         if not any(parameter.requires_grad for parameter in own):
             return
         arguments: Any = own

@@ -56,6 +56,23 @@ def weights(made: nn.Module) -> list[float]:
     return [parameter.item() for parameter in made.parameters()]
 
 
+def test_each_parameter_is_in_the_optimizer_of_one_replica() -> None:
+    """So the groups of a sharded optimizer have together what those of a whole one have."""
+    layers = [nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 2)]
+    layers[1].requires_grad_(requires_grad=False)
+    job = JobFile(None, never, sgd, None, None)
+    updaters = [Updater(layers, 0, job, replica=number, replicas=2) for number in (0, 1)]
+    found = [
+        parameter
+        for updater in updaters
+        for optimizer in updater.optimizers.all
+        for parameter in optimizer.param_groups[0]["params"]
+    ]
+    assert sorted(map(id, found)) == sorted(map(id, nn.ModuleList(layers).parameters()))
+    shards = [[id(parameter) for parameter in shard] for shard in updaters[0].shards]
+    assert not set(map(id, layers[1].parameters())) & {one for shard in shards for one in shard}
+
+
 def test_parameters_are_each_once_in_model_order() -> None:
     a, b = nn.Linear(2, 3), nn.Linear(3, 3)
     assert make([a, nn.ReLU(), b, a]).parameters == [a.weight, a.bias, b.weight, b.bias]
