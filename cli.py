@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -34,6 +33,7 @@ from launcher.job_command import JobCommand
 from launcher.options import ANYWHERE, JOB_PARAMETERS, LAUNCH_PARAMETERS
 from launcher.plan import plan
 from launcher.run_commands import RUN_COMMANDS
+from pipeworker.display.text import shell_join
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.host.signals import restore_ends
 from pipeworker.job.option_parsing import workers_per_replica
@@ -85,7 +85,7 @@ class _Main(click.Group):
 
 def _suggest_launch(mistake: str, ctx: click.Context, words: Sequence[str]) -> NoReturn:
     """Reject a command line from which `launch` is missing, and show the whole command."""
-    command = f"{ctx.info_name} launch {shlex.join(words)}"
+    command = f"{ctx.info_name} launch {shell_join(words)}"
     raise UsageError(f"{mistake}; did you mean `{command}`?")
 
 
@@ -369,7 +369,7 @@ def init(file: Path, example: str) -> None:
     templates.write(file, example)
     command = click.get_current_context().find_root().info_name
     click.echo(f"{file}: {templates.EXAMPLES[example]}")
-    click.echo(f"train it:  {command} launch --stages 2 {shlex.quote(str(file))}")
+    click.echo(f"train it:  {command} launch --stages 2 {shell_join([str(file)])}")
     if package := templates.missing_package(example):
         click.echo(f"note: the package {package} is missing; pip install {package}", err=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,7 +114,7 @@ def _text(facts: Mapping[str, Any]) -> Iterable[str]:
         for name, pair in facts["options"].items()
     }
     if facts["arguments"][0] != facts["arguments"][1]:
-        options["arguments"] = map(shlex.join, facts["arguments"])
+        options["arguments"] = map(shell_join, facts["arguments"])
     yield from _block("options that differ", names, options, "the options are the same")
     yield ""
     others = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -12,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from pipeworker.display.text import data_size, duration, number, sanitize, table
+from pipeworker.display.text import data_size, duration, number, sanitize, shell_join, table
 from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.job.renamed import hyphened
 from pipeworker.plan.text import name_of
@@ -55,7 +54,7 @@ _COLUMNS = {
     "loss": _Column(lambda run: run.last.get("loss"), number, right=True),
     "evaluation": _Column(lambda run: run.best_value, number, right=True),
     "stages": _Column(lambda run: run.record.options.get("stages"), right=True),
-    "arguments": _Column(lambda run: shlex.join(run.option("arguments") or ())),
+    "arguments": _Column(lambda run: shell_join(run.option("arguments") or ())),
     "time": _Column(lambda run: run.summary["seconds"], time_text, right=True),
     "disk": _Column(lambda run: run.disk_bytes, data_size, right=True),
     "started": _Column(lambda run: time_of(run.record.content)),

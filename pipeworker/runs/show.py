@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeworker.display.commands import DEFAULT_PROGRAM, Commands, further
 from pipeworker.display.figures import after
-from pipeworker.display.text import figure_text, mebibytes, sanitize, table
+from pipeworker.display.text import figure_text, mebibytes, sanitize, shell_join, table
 from pipeworker.errors import PipeworkerError
 from pipeworker.job.option_parsing import format_by_origin, format_option
 from pipeworker.job.options import Options
@@ -69,7 +68,7 @@ def _settings(run: Run) -> Fields:
     yield "job file", options.get("job_file")
     yield "copy of it", run.path / str(copy) if copy else None
     yield "command", _command(first.get("command", []))
-    yield "arguments", shlex.join(options.get("arguments") or ())
+    yield "arguments", shell_join(options.get("arguments") or ())
     yield "options", " ".join(format_option(*item) for item in run.changed_options().items())
     yield "not typed", "\n".join(_origins(first))
     yield "versions", _versions(first)
@@ -167,7 +166,7 @@ def _origins(first: dict[str, Any]) -> list[str]:
 def _command(words: list[str]) -> str:
     """Return a command as it was typed, with a short name for pipeworker's own program."""
     ours = bool(words) and Path(words[0]).name in ("__main__.py", "pipeworker")
-    return shlex.join(["pipeworker", *words[1:]] if ours else words)
+    return shell_join(["pipeworker", *words[1:]] if ours else words)
 
 
 def _versions(process: dict[str, Any]) -> str:

@@ -108,6 +108,13 @@ def lines(made: RunDir) -> dict[str, str]:
     return found
 
 
+def test_the_command_has_every_character_of_its_words(begin: Callable[..., RunDir]) -> None:
+    words = ["/bin/pipeworker", "launch", "b\udcff.py", "--", "a\nb"]
+    found = lines(begin(process={"command": words}, arguments=("a\nb",)))
+    assert found["command"] == r"pipeworker launch $'b\xff.py' -- $'a\x0ab'"
+    assert found["arguments"] == r"$'a\x0ab'"
+
+
 def test_a_run_that_is_done(begin: Callable[..., RunDir], tmp_path: Path) -> None:
     made = begin(schedule="gpipe", clip_grad_norm=1.5, steps=4, arguments=("a b", "c"), csv=True)
     train(made, 4, evaluate=1)
