@@ -66,6 +66,20 @@ def check_options(options: Mapping[str, Any], excluded: Mapping[str, str], where
             raise UsageError(f"{where}: {name}: no such option; use one of {', '.join(known)}")
 
 
+def checked_path(where: str, path: object) -> Path:
+    """Return an argument, which errors call `where`, as a path.
+
+    Raises:
+        UsageError: it is none.
+    """
+    found = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(found, str):
+        raise UsageError(f"{where} is {a_type(path)}; make it a path")
+    if "\0" in found:
+        raise UsageError(f"{where} is {found!r}; a path has no null character")
+    return Path(found)
+
+
 def script_request(
     options: Mapping[str, Any],
     run_dir: str | Path | None,
@@ -81,8 +95,13 @@ def script_request(
     Raises:
         UsageError: an argument is of a wrong type.
     """
-    if not isinstance(run_dir, (str, os.PathLike, type(None))):
-        raise UsageError(f"{where}: run_dir is {a_type(run_dir)}; make it a path")
+    if run_dir is not None:
+        checked_path(f"{where}: run_dir", run_dir)
+    for name, value in (("resume", resume), ("auto_resume", auto_resume)):
+        if not isinstance(value, bool):
+            raise UsageError(
+                f"{where}: {name} is {value!r}; make it True or False, and run_dir the run"
+            )
     if not isinstance(allow_change, (str, Sequence)):
         raise UsageError(
             f"{where}: allow_change is {a_type(allow_change)}; make it a list of names of options"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.host.signals import deferred_interrupt
 from pipeworker.job import file as job_file
@@ -20,7 +20,12 @@ from pipeworker.ranks.rank_info import RankInfo
 from pipeworker.record.checkpoint.checkpoint import Checkpoint
 from pipeworker.record.files.located import located
 from pipeworker.record.rundir import find_checkpoint
-from pipeworker.session.options import NOT_OF_A_LOOP, check_options, script_request
+from pipeworker.session.options import (
+    NOT_OF_A_LOOP,
+    check_options,
+    checked_path,
+    script_request,
+)
 from pipeworker.session.process import OPEN_PIPELINES
 from pipeworker.session.session import Session
 from pipeworker.wire.lines import FromCoordinator, Warned
@@ -110,7 +115,7 @@ class Pipeline:
                 before_update=before_update,
                 metrics=metrics,
                 tied=tied,
-                names=names or {},
+                names={} if names is None else names,
                 tokens=tokens,
             ),
             where,
@@ -263,7 +268,15 @@ class Pipeline:
         """
         with self._session.participating() as session:
             worker, prefix = session.worker, "predict(input): was given"
-            session.prepare(CallKind.PREDICT, lambda: worker.check([(value, None)], prefix))
+
+            def check() -> None:
+                if not isinstance(everywhere, bool):
+                    raise UsageError(
+                        f"predict(): everywhere is {everywhere!r}; make it True or False"
+                    )
+                worker.check([(value, None)], prefix)
+
+            session.prepare(CallKind.PREDICT, check)
             step = self._begin(Call(self._rank, CallKind.PREDICT, everywhere=everywhere))
             cut = (worker.split((v, None), prefix) for v in (value,))
             output: list[Any] = []
@@ -307,7 +320,11 @@ class Pipeline:
             state = session.worker.connected.state
 
             def find() -> Checkpoint:
-                source = Checkpoint(find_checkpoint(Path(checkpoint)))
+                path = checked_path("load(): checkpoint", checkpoint)
+                try:
+                    source = Checkpoint(find_checkpoint(path))
+                except OSError as error:
+                    raise UnreadableFile(path, error) from None
                 source.verify()
                 state.check_fits(source.worker_files())
                 return source

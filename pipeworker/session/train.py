@@ -93,7 +93,7 @@ def train(
             evaluation=evaluation,
             metrics=metrics,
             tied=tied,
-            names=names or {},
+            names={} if names is None else names,
             tokens=tokens,
             on_step=on_step,
             on_evaluation=on_evaluation,

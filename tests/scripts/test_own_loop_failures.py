@@ -253,6 +253,22 @@ def test_a_script_that_ends_with_an_exception_fails_the_job(scripts: Scripts) ->
             "pipeworker.train(): run_dir is an int; make it a path",
         ),
         (
+            "Pipeline(model, loss=loss, optimizer=optimizer, run_dir='a\\0b')",
+            "pipeworker.Pipeline(): run_dir is 'a\\x00b'; a path has no null character",
+        ),
+        (
+            "Pipeline(model, loss=loss, optimizer=optimizer, resume='runs/a')",
+            "pipeworker.Pipeline(): resume is 'runs/a'; make it True or False, and run_dir the run",
+        ),
+        (
+            "train(model, loss=loss, optimizer=optimizer, data=data, auto_resume='no')",
+            "pipeworker.train(): auto_resume is 'no'; make it True or False",
+        ),
+        (
+            "Pipeline(model, loss=loss, optimizer=optimizer, names=torch.ones(2))",
+            "pipeworker.Pipeline(): names is a Tensor; make it a dict",
+        ),
+        (
             "Pipeline(model, loss=loss, optimizer=optimizer, resume=True, allow_change=5)",
             "pipeworker.Pipeline(): allow_change is an int; make it a list of names of options",
         ),

@@ -56,6 +56,8 @@ OFTEN_WRONG = """
             lambda: attempt(pipe.evaluate, batch, (batch[0], batch[1][:3])),
             lambda: attempt(pipe.predict, None, everywhere=True),
             lambda: attempt(pipe.load, "nowhere"),
+            lambda: attempt(pipe.load, None),
+            lambda: attempt(pipe.predict, batch[0], everywhere="yes"),
             lambda: attempt(pipe.evaluate, batch, batch, within="layer"),
             lambda: attempt(pipe.predict, batch[0], everywhere=True, within="layer"),
             lambda: attempt(pipe.evaluate, batch, within="metrics"),
@@ -82,7 +84,7 @@ def test_calls_that_fail_change_nothing(scripts: Scripts, ranks: int) -> None:
         one, other = wrong.reported(rank), right.reported(rank)
         assert (one["losses"], one["output"]) == (other["losses"], other["output"])
         assert other["raised"] == []
-        assert len(one["raised"]) == 14
+        assert len(one["raised"]) == 18
         open_still = "\n  the pipeline stays open: the call has changed nothing"
         assert all(text.endswith(open_still) for text in one["raised"])
         texts = "\n".join(one["raised"])
@@ -91,6 +93,8 @@ def test_calls_that_fail_change_nothing(scripts: Scripts, ranks: int) -> None:
         assert "UsageError: evaluate(batch): was given tensors that disagree in dim 0" in texts
         assert "UsageError: predict(input): was given an input without a tensor" in texts
         assert "UsageError: nowhere: no complete checkpoint is there" in texts
+        assert "UsageError: load(): checkpoint is a NoneType; make it a path" in texts
+        assert "UsageError: predict(): everywhere is 'yes'; make it True or False" in texts
         assert "layer 4 (Picky) raised ValueError: as asked" in texts
         assert "metrics() raised ValueError: as asked" in texts
         assert ("LayerError" in texts) == (rank in (ranks // 2, ranks - 1))

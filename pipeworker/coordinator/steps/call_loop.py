@@ -58,6 +58,8 @@ class CallLoop(BaseLoop):
         return due
 
     def evaluation_done(self, evaluation: Evaluation) -> Due:
+        if failure := self._lacking(evaluation):
+            return self._reply_to_all(Wait(failure))
         self._current, self._reply = None, Wait(evaluation)
         self._progress.evaluation, self._progress.outdated = evaluation, True
         return Due(Evaluated(evaluation.loss), (evaluation,), can_save=not self._half_done)

@@ -155,6 +155,17 @@ class BaseLoop:
                 )
         return result, update, Due(update, tuple(effects), can_save=True, failure=failure)
 
+    def _lacking(self, evaluation: Evaluation) -> Failure | None:
+        """Return the failure of an evaluation without the figure that ``--best`` names."""
+        names, evaluations = [*evaluation.row()], self._progress.evaluations
+        if evaluations.best is not None or evaluations.criterion.name in names:
+            return None
+        text = (
+            f"--best {self._options.best}: the evaluation has no such figure; use one of "
+            f"{', '.join(names)}, with max: before it if more is better"
+        )
+        return Failure(Cause.USAGE, text)
+
 
 def _not_finite(result: StepResult) -> str:
     """Return what is not finite in a step, or "".
@@ -273,17 +284,6 @@ class FileLoop(BaseLoop):
             failure=failure,
             loses_nothing=progress.started,
         )
-
-    def _lacking(self, evaluation: Evaluation) -> Failure | None:
-        """Return the failure of a job whose evaluation has no figure that ``--best`` names."""
-        names, evaluations = [*evaluation.row()], self._progress.evaluations
-        if evaluations.best is not None or evaluations.criterion.name in names:
-            return None
-        text = (
-            f"--best {self._options.best}: the evaluation has no such figure; use one of "
-            f"{', '.join(names)}, with max: before it if more is better"
-        )
-        return Failure(Cause.USAGE, text)
 
     def next(self, now: float) -> RunStep | Evaluate | Wait | Finish | None:
         """Return the next command, or None while waiting for calls from the user's loop."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ def record(mb: MicroBatch, loss: Any) -> torch.Tensor:
     """Store the scalars that ``loss`` returned, and return the root of the backward."""
     root, count = parts(loss)
     mb.loss = root.detach()
-    mb.count = None if count is None else torch.as_tensor(count)
+    # A float32 would round a float.
+    dtype = torch.float64 if isinstance(count, float) else None
+    mb.count = None if count is None else torch.as_tensor(count, dtype=dtype)
     return root
 
 
@@ -79,8 +82,8 @@ def _count(count: Any) -> Any:
                 "count has no gradient; detach() it, or return one scalar"
             )
         return count.reshape(())
-    if isinstance(count, (int, float)):
-        return count
+    if isinstance(count, Real):  # numpy's are too
+        return int(count) if isinstance(count, Integral) else float(count)
     shown = a_type(count)
     if isinstance(count, torch.Tensor):
         shown = f"a tensor of shape {tuple(count.shape)}"

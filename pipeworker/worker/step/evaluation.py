@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
+from numbers import Real
 from typing import Any
 
 import torch
@@ -146,8 +147,9 @@ def checked_figures(values: Any) -> dict[str, Any]:
 def _scalar(name: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return value.detach()
-    if isinstance(value, (bool, int, float)):
-        return value
+    if isinstance(value, Real):  # numpy's are too
+        with suppress(OverflowError):
+            return float(value)
     shown = a_type(value)
     if isinstance(value, torch.Tensor):
         shown += f" of shape {tuple(value.shape)}"

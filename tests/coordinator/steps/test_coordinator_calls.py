@@ -220,6 +220,16 @@ def test_a_pass_that_failed_changes_nothing(kind: CallKind, failing: int) -> Non
     assert replies == [Wait(of(job.effects, StepResult)[0])] * 2
 
 
+def test_an_evaluation_without_the_figure_of_best_changes_nothing() -> None:
+    job = own_loop_job(best="max:acuracy")
+    job.called(CallKind.EVALUATE)
+    effects = job.evaluated(0)
+    message = "--best max:acuracy: the evaluation has no such figure; use one of loss, accuracy, "
+    assert reply_of(effects).message.startswith(message)
+    assert of(effects, Evaluation) == []
+    assert [run.step for run in runs(job.called(CallKind.STEP))] == [1, 1]
+
+
 def test_a_pass_of_a_job_file_may_not_fail_quietly() -> None:
     job = ScriptedJob(1, evaluate_every=1).running()
     job.step(1)

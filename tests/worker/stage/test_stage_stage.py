@@ -16,6 +16,7 @@ from pipeworker.errors import UsageError
 from pipeworker.facts.position import Phase, Position
 from pipeworker.host.position import Tracker
 from pipeworker.worker.blame import UserCodeError
+from pipeworker.worker.stage import losses
 from pipeworker.worker.stage.layers import StageConfig
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.stage import Stage
@@ -279,6 +280,13 @@ def test_a_micro_batch_keeps_nothing_after_its_backward(recompute: bool) -> None
 def test_a_loss_that_is_none(loss: Callable[[Any, Any], Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         run(stage([nn.Linear(3, 3)], loss), [torch.ones(2, 3)], recompute=False)
+
+
+@pytest.mark.parametrize("count", [0.3, 3, np.int64(1 << 40), np.float32(0.25), (1 << 24) + 1.0])
+def test_a_count_is_not_rounded(count: Any) -> None:
+    mb = MicroBatch(0)
+    losses.record(mb, (torch.ones(()), count))
+    assert losses.shares([mb]) == ((1.0,), (count,))
 
 
 def test_a_loss_of_one_element_is_a_scalar() -> None:

@@ -39,6 +39,8 @@ _restored_process = pytest.fixture(autouse=True)(restored_process)
             "behind the name of its set where evaluation() returns a dict, as in NAME/accuracy, ",
         ),
         ({"accuracy": 0.5}, "inaccuracy", "--best inaccuracy: no evaluation has such a figure"),
+        ({"a": numpy.float32(0.5), "b": numpy.int64(2), "c": True}, "a", ""),
+        ({"a": 10**400}, "a", "metrics(output, target) returned an int under 'a'"),
     ],
 )
 def test_what_metrics_returns_is_checked(found: Any, best: str, mistake: str) -> None:
