@@ -117,6 +117,11 @@ class LocalStages:
         updaters = self.updaters.values()
         return partials(square for updater in updaters for square in updater.squares())
 
+    def drop_gradients(self) -> None:
+        """Drop the gradients that a loop of the user's own has left on parameters."""
+        for updater in self.updaters.values():
+            updater.clear()
+
     def take_borrowed(self) -> tuple[tuple[Borrowed, ...], tuple[str, ...]]:
         """Return the uses of parameters, and the notes, that were found since the last call."""
         found, self.borrowing.found = self.borrowing.found, []

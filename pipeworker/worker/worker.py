@@ -264,6 +264,8 @@ class Worker:
             run = replace(run, last=False)
         if not run.first:
             worker.state.begin_step(lambda: worker.position)
+            if worker.loaded.role.options.own_loop:
+                worker.stages.drop_gradients()
         if run.actions:
             actions = parse_actions(run.actions)
             worker.recorder.use(worker.executor.set_actions(actions), actions)

@@ -6,7 +6,7 @@ import pytest
 
 from support.real_jobs.compare import assert_same
 from support.real_jobs.ranks import Scripts, script
-from support.real_jobs.sources import DROPOUT_JOB
+from support.real_jobs.sources import DROPOUT_JOB, JOB
 from support.slow import slow
 
 NORMED = DROPOUT_JOB.replace("def scheduler", "def _scheduler")
@@ -252,3 +252,32 @@ def test_a_pipeline_that_nothing_refers_to_ends(scripts: Scripts) -> None:
     ranks = scripts.start(script(NORMED, loop), 1, alone=True)
     ranks.succeed()
     assert ranks.reported(0) == {"status": "done", "open": True}
+
+
+AGAIN = """
+    def losses(pipe):
+        return [pipe.step(batch).loss for batch in data()]
+
+    with pipeworker.Pipeline(model, loss=loss, optimizer=optimizer, run_dir="run") as pipe:
+        first = pipe.save()
+        before = losses(pipe)
+        for layer in pipe.layers.values():
+            for parameter in layer.parameters():
+                parameter.square().sum().backward()
+        assert pipe.load(first) == 0
+        assert not pipe.optimizer.state
+        report(before=before, after=losses(pipe))
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=slow)])
+def test_a_step_begins_with_the_state_that_was_loaded_and_without_gradients(
+    scripts: Scripts, ranks: int
+) -> None:
+    """A checkpoint of step 0 has no state of the optimizer: that of later steps goes."""
+    adam = JOB.replace("SGD(params, lr=0.1)", "Adam(params, lr=0.1)")
+    started = scripts.start(script(adam, AGAIN), ranks)
+    started.succeed()
+    for rank in range(ranks):
+        found = started.reported(rank)
+        assert found["before"] == found["after"]

@@ -323,6 +323,8 @@ def _restore_optimizer(
             value = saved.states.get(names.get(id(parameter), ""))
             if value is not None:
                 optimizer.state[parameter] = _placed(value.read(), parameter, group)
+            else:  # as after load_state_dict(): that of later steps goes
+                optimizer.state.pop(parameter, None)
     return saved_groups
 
 
