@@ -40,3 +40,17 @@ def test_the_same_groups_keep_their_state() -> None:
     one = saved({"own": [1, 2], "base_lrs": [3, 4]})
     state = scheduler_state_for(one, [SavedGroup(one, 0), SavedGroup(one, 1)], {"own": [0, 0]})
     assert state == one.scheduler
+
+
+def test_as_many_schedulers_as_groups_stay_in_their_order() -> None:
+    def state(rates: list[float], epoch: int) -> dict[str, Any]:
+        return {
+            "_schedulers": [
+                {"last_epoch": 3, "base_lrs": rates},
+                {"last_epoch": epoch, "base_lrs": rates},
+            ]
+        }
+
+    one, two = saved(state([0.1, 0.2], 5)), saved(state([0.3, 0.4], 5))
+    groups = [SavedGroup(one, 1), SavedGroup(two, 0)]
+    assert scheduler_state_for(one, groups, state([0.2, 0.3], 0)) == state([0.2, 0.3], 5)
