@@ -69,6 +69,7 @@ def _facts(runs: tuple[Run, Run]) -> dict[str, Any]:
             "steps": [run.steps for run in runs],
             "loss": [run.last.get("loss") for run in runs],
             "best_evaluation": [run.best_value for run in runs],
+            "best_figure": [run.record.criterion.name for run in runs],
             "samples_per_second": [run.speeds[0] for run in runs],
             "tokens_per_second": [run.speeds[1] for run in runs],
             "seconds": [run.summary["seconds"] for run in runs],
@@ -132,11 +133,14 @@ def _text(facts: Mapping[str, Any]) -> Iterable[str]:
         "seconds": time_text,
         "disk_bytes": data_size,
     }
-    results = {
+    results: dict[str, Iterable[str]] = {
         _NAMES.get(name, name): [_formatted(value, formats.get(name)) for value in pair]
         for name, pair in facts["results"].items()
-        if name not in _SPEEDS or any(pair)
+        if name != "best_figure" and (name not in _SPEEDS or any(pair))
     }
+    figures, best = facts["results"]["best_figure"], _NAMES["best_evaluation"]
+    if len({*figures}) > 1:
+        results[best] = map(" ".join, zip(figures, results[best], strict=True))
     yield from _block("results", names, results, "")
     first, points = facts["first_difference"], facts["curves"]["loss"]
     if points:

@@ -158,9 +158,11 @@ def test_two_runs_are_compared(folder: Path) -> None:
     assert refused("compare", "runs/a", "runs").endswith("give one that has a run.json")
     record = json.loads(Path("runs/b/run.json").read_text())
     record["options"]["epochs"] = 3
+    record["options"]["best"] = "max:accuracy"
     Path("runs/b/run.json").write_text(json.dumps(record))
     shown = [line.split() for line in run("compare", "runs/a", "runs/b").splitlines()]
     assert ["epochs", "-", "3"] in shown
+    assert ["best", "evaluation", "loss", "0.6000", "accuracy", "0.7500"] in shown
 
 
 def test_speeds_are_compared_if_they_are_known(folder: Path) -> None:
