@@ -46,6 +46,8 @@ from pipeworker.worker.step.evaluation import PassFailed
 from pipeworker.worker.worker import Worker
 
 _numbers = itertools.count()
+_THREAD = threading.RLock()
+"""Held by the thread that is in a call of any pipeline."""
 _T = TypeVar("_T")
 
 
@@ -163,6 +165,15 @@ class Session:
                 "this pipeline is busy: a call was made inside another one, or in another thread; "
                 "wait for each call to return"
             )
+        if not _THREAD.acquire(blocking=False):
+            self._call_lock.release()
+            busy = UsageError(
+                "a pipeline in another thread is busy, and all of a process draw from the same "
+                "random streams; wait for each call to return"
+            )
+            if self._begun is None:  # it is not built yet
+                self._fail(busy)
+            raise busy
         try:
             modes = numerics.deterministic_mode(lambda: self.worker.deterministic)
             with rng.preserve_generators(), plain_modes(), modes:
@@ -174,6 +185,7 @@ class Session:
         except BaseException as error:
             self._fail(error)
         finally:
+            _THREAD.release()
             self._call_lock.release()
 
     def receive(self) -> ToWorker:

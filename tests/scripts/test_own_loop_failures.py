@@ -339,3 +339,42 @@ def test_a_computing_rank_is_not_killed_when_another_fails(scripts: Scripts) -> 
 def test_an_incomplete_environment_is_reported(scripts: Scripts) -> None:
     (run,) = scripts.start(script(JOB, LOOP), 1, alone=True, RANK="0", WORLD_SIZE="2").end()
     assert "'MASTER_ADDR' is not set" in run.stderr
+
+
+THREADS = """
+    import threading
+
+    calls, errors = [], []
+
+    def attempt(call):
+        try:
+            call()
+        except pipeworker.UsageError as error:
+            errors.append(str(error))
+
+    def calls_others(output, target):
+        while calls:
+            thread = threading.Thread(target=attempt, args=(calls.pop(),))
+            thread.start()
+            thread.join()
+        return loss(output, target)
+
+    def make(name, loss=loss):
+        return pipeworker.Pipeline(model, loss=loss, optimizer=optimizer, run_dir=name)
+
+    batch = next(data())
+    with make("run", calls_others) as first, make("second") as second:
+        calls += [lambda: make("third"), lambda: second.step(batch)]
+        before = first.step(batch).loss
+        after = second.step(batch).loss
+    report(errors=errors, losses=[before, after])
+"""
+
+
+def test_pipelines_in_two_threads_do_not_share_random_streams(scripts: Scripts) -> None:
+    started = scripts.start(script(JOB, THREADS), 1, alone=True)
+    started.succeed()
+    found = started.reported(0)
+    assert found["losses"][0] == found["losses"][1]
+    assert len(found["errors"]) == 2
+    assert all("a pipeline in another thread is busy" in text for text in found["errors"])
