@@ -80,7 +80,8 @@ def explain_prediction(speed: Speed, steps: int, busy: Sequence[float], plan: Pl
     changed = [(share * measured, expected) for share, expected in pairs]
     sign, least = 1 if longer else -1, _WRONG / 2 * predicted
     most = max(changed, key=lambda pair: sign * (pair[0] - pair[1]), default=(0.0, 0.0))
-    if sign * (most[0] - most[1]) > least:
+    explained = sign * (most[0] - most[1])
+    if explained > max(least, abs(measured - predicted) / 2):
         worker = changed.index(most)
         return (
             f"{text}worker {worker} computed {number(most[0])} s a step, and {number(most[1])} s "
@@ -90,6 +91,8 @@ def explain_prediction(speed: Speed, steps: int, busy: Sequence[float], plan: Pl
         return (
             f"{text}the workers computed as long as predicted, and waited for the rest of the time"
         )
+    if explained > least:  # but this is the smaller part
+        return f"{text}the workers waited {'more' if longer else 'less'} than predicted"
     computed, waited = ("less", "more") if longer else ("more", "less")
     return f"{text}the workers computed {computed} than predicted, and waited {waited}"
 

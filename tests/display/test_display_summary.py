@@ -219,6 +219,12 @@ SPEED = Speed(0.5, 20.0, 0.0, (30.0, 30.0), 0.0)
             {},
             "the workers computed less than predicted, and waited more",
         ),
+        (
+            {"median_step": 1.0},
+            (0.55, 0.3),
+            {},
+            "100% longer: the workers waited more than predicted",
+        ),
         ({"median_step": 0.4}, (0.75, 0.75), {}, "20% less: worker 0 computed 0.3000 s a step"),
         (
             {"median_step": 0.4},
