@@ -152,6 +152,11 @@ def command_words(
         )
     if isinstance(arguments, str):
         raise UsageError(f"{where}arguments: is a string; give a list: {arguments.split()}")
+    if not isinstance(arguments, Sequence) or isinstance(arguments, bytes):
+        raise UsageError(f"{where}arguments: is {a_type(arguments)}; give a list of words")
+    for word in (*map(str, arguments), str(job_file)):
+        if "\0" in word:
+            raise UsageError(f"{where}{word!r} has a null character, and no command can have one")
     for name, value in options.items():
         if name in _OF_THE_COMMAND:
             raise UsageError(f"{where}{name}: {_OF_THE_COMMAND[name]}; leave it out")

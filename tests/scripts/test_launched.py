@@ -83,6 +83,12 @@ def test_arguments_are_words_and_the_job_file_is_a_path() -> None:
         pipeworker.UsageError, match=r"arguments: is a string; give a list: \['--lr"
     ):
         command_words("job.py", "--lr 1", {})
+    for wrong in (3, b"ab", {"lr": 1}):
+        with pytest.raises(pipeworker.UsageError, match=r"arguments: is .*; give a list of words"):
+            command_words("job.py", wrong, {})  # type: ignore[arg-type]
+    for words in (("a\0b", []), ("job.py", ["a\0b"])):
+        with pytest.raises(pipeworker.UsageError, match=r"'a\\x00b' has a null character"):
+            command_words(*words, {})
     with pytest.raises(pipeworker.UsageError, match="job_file: is a function; give the path of a"):
         command_words(test_a_mistake_is_raised, [], {})  # type: ignore[arg-type]
 

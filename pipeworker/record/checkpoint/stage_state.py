@@ -10,7 +10,7 @@ import copy
 import json
 import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,7 +88,8 @@ class StageState:
             filled.update(saved(index, layer, state))
             name = self.names.unit(index)
             if filled or strict:
-                with user_code(f"load_state_dict() of layer {name} ({type(layer).__name__})"):
+                call = f"load_state_dict() of layer {name} ({type(layer).__name__})"
+                with _copied_expanded(layer), user_code(call):
                     # The user's own load_state_dict() may have no `strict`, whose default is True.
                     layer.load_state_dict(filled, **({} if strict else {"strict": False}))
 
@@ -323,3 +324,33 @@ def some(names: list[str], most: int | None) -> str:
 def _printable(name: str) -> str:
     """Return a name from a file, escaped if a terminal could not show it."""
     return name if name.isprintable() and len(name) <= 200 else reprlib.repr(name)
+
+
+@contextmanager
+def _copied_expanded(layer: nn.Module) -> Iterator[None]:
+    """Have copies in place of expanded buffers, into which ``load_state_dict()`` copies nothing.
+
+    An expanded buffer is used again afterwards if it can have the values that were loaded.
+    """
+    expanded, copies = [], dict[int, torch.Tensor]()
+    for path, buffer in [*layer.named_buffers(remove_duplicate=False)]:
+        if _is_expanded(buffer):
+            folder, _, name = path.rpartition(".")
+            module = layer.get_submodule(folder)
+            expanded.append((module, name, buffer))
+            setattr(module, name, copies.setdefault(id(buffer), buffer.clone()))
+    yield
+    for module, name, buffer in expanded:
+        loaded = getattr(module, name)
+        first = tuple(slice(None if step else 1) for step in buffer.stride())
+        if loaded.shape == buffer.shape and loaded.equal(loaded[first].expand_as(loaded)):
+            with torch.no_grad():
+                buffer[first].copy_(loaded[first])
+            setattr(module, name, buffer)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
+    sizes = zip(tensor.stride(), tensor.shape, strict=True)
+    return any(not step and size > 1 for step, size in sizes)

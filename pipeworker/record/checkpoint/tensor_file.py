@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -69,6 +70,15 @@ def file_layout(
     return header_of(header), ranges
 
 
+def _names(text: str | None) -> list[str] | None:
+    """Return the list of names that metadata has as a text; None if it is none."""
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text or "")
+        if isinstance(found, list) and all(isinstance(name, str) for name in found):
+            return found
+    return None
+
+
 class TensorFile(Mapping[str, torch.Tensor]):
     """A mapped safetensors file; a tensor read from it has memory of its own.
 
@@ -83,10 +93,18 @@ class TensorFile(Mapping[str, torch.Tensor]):
         try:
             file: Any = _open(path)
             metadata, keys = file.metadata() or {}, file.keys()
-            names = json.loads(metadata.get(NAMES, "[]" if from_worker else json.dumps(keys)))
-            complex_ = json.loads(metadata.get(COMPLEX, "[]"))
-            if sorted(names) != sorted(keys) or not {*complex_} <= {*names}:
+            names, complex_ = _names(metadata.get(NAMES)), _names(metadata.get(COMPLEX, "[]"))
+            if from_worker and (
+                names is None
+                or complex_ is None
+                or sorted(names) != sorted(keys)
+                or not {*complex_} <= {*names}
+            ):
                 raise ValueError("its header does not match what it holds")
+            # Another program's file may have anything under these names.
+            if names is None or sorted(names) != sorted(keys):
+                names = list(keys)
+            complex_ = [*{*(complex_ or ())} & {*keys}]
         except OSError as error:
             raise UnreadableFile(path, error) from None
         except (SafetensorError, ValueError, RuntimeError, TypeError) as error:

@@ -283,3 +283,13 @@ def test_deeply_nested_values_are_refused() -> None:
         pack(deep, {}, "x")
     with pytest.raises(InvalidState, match="nested too deeply"):
         unpack(deep, {})
+
+
+@pytest.mark.parametrize("text", ["my model", "[]", '["other"]', "3", "[1]"])
+def test_another_programs_file_may_have_any_metadata(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.ones(2)}, path, metadata={"names": text, "complex128": text})
+    file = TensorFile(path, from_worker=False)
+    assert torch.equal(file["a"], torch.ones(2))
+    with pytest.raises(UsageError, match="it is damaged"):
+        TensorFile(path)

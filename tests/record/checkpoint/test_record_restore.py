@@ -23,7 +23,11 @@ from pipeworker.record.checkpoint.manifest import WorkerFiles, file_names
 from pipeworker.record.checkpoint.restore import restore
 from pipeworker.record.checkpoint.snapshot_buffer import SnapshotBuffer
 from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory
-from pipeworker.record.checkpoint.stage_state import OptimizerState, StageState
+from pipeworker.record.checkpoint.stage_state import (
+    OptimizerState,
+    StageState,
+    _copied_expanded,
+)
 from pipeworker.worker.internals import loads_itself
 from record.checkpoint.stages import OPTIMIZERS, SCHEDULERS, TIE, Odd, Stages, assert_same, model
 from support.in_process import checkpoints
@@ -413,3 +417,16 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     path.unlink()
     with pytest.raises(UsageError, match=f"{path}: cannot be read: No such file"):
         restore([shard], one_stage().parts(), TIE)
+
+
+def test_expanded_buffers_are_loaded_and_stay_expanded_where_they_can() -> None:
+    layer: Any = nn.Module()
+    layer.register_buffer("mask", torch.arange(4.0).expand(3, 4))
+    layer.register_buffer("same", layer.mask)
+    mask = layer.mask
+    for values, stays in ((torch.ones(3, 4), True), (torch.rand(3, 4), False)):
+        with _copied_expanded(layer):
+            layer.load_state_dict({"mask": values, "same": values})
+        assert layer.mask is layer.same
+        assert (layer.mask is mask) is stays
+        assert torch.equal(layer.mask, values)
