@@ -90,8 +90,19 @@ def _removable(run_dir: RunDir, record: RunRecord, *, keep_weights: bool) -> lis
     if keep_weights:
         named = [path for path in run_dir.checkpoints.paths() if path in folders]
         whole = {path: row for path in named if (row := _evaluation_of_whole(path)) is not None}
-        best = record.criterion.best(whole.values())
-        kept = {*named[-1:], *[*whole][-1:], *(path for path in whole if whole[path] is best)}
+        kept = {*named[-1:], *[*whole][-1:]}
+        if len(folders) > len(kept):  # else nothing is removed, whatever is damaged
+            for path in reversed([*whole]):
+                if _is_intact(path):
+                    kept.add(path)
+                    break
+                del whole[path]
+        while best := record.criterion.best(whole.values()):
+            (path,) = [path for path, row in whole.items() if row is best]
+            if path in kept or _is_intact(path):
+                kept.add(path)
+                break
+            del whole[path]
     return sorted(path for path in folders if path not in kept)
 
 
@@ -103,6 +114,14 @@ def _evaluation_of_whole(checkpoint: Path) -> dict[str, float] | None:
             manifest.locate(checkpoint, file)
         return manifest.evaluation or {}
     return None
+
+
+def _is_intact(checkpoint: Path) -> bool:
+    """Return whether the files of a checkpoint have their checksums, which reads all of them."""
+    with suppress(UsageError, OSError):
+        Manifest.read(checkpoint / MANIFEST).check_files(checkpoint)
+        return True
+    return False
 
 
 def _remove(folders: list[Path]) -> None:

@@ -215,6 +215,18 @@ def test_prune_keeps_the_newest_and_the_best_checkpoint(folder: Path) -> None:
     assert made.metrics.exists()
 
 
+def test_prune_keeps_checkpoints_that_are_intact(folder: Path) -> None:
+    """Files of the newest one and of the best one have other bytes than were written."""
+    made = RunDir(folder / "runs" / "a")
+    for step, loss in ((1, 0.5), (2, 0.4), (3, 0.1), (4, 0.7), (5, 0.9)):
+        complete(made, step, evaluation={"step": step, "loss": loss})
+    for step in (3, 5):
+        path = made.checkpoints.at(step) / "state-00001-of-00001.json"
+        path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    run("prune", "runs", "--keep-weights")
+    assert names(made) == ["step-00000002", "step-00000004", "step-00000005"]
+
+
 def test_prune_leaves_what_is_running_and_what_is_a_link_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
