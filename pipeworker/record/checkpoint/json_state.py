@@ -86,7 +86,7 @@ def _pack_tensor(tensor: torch.Tensor, tensors: Tensors, name: str) -> dict[str,
     while unique in tensors:
         unique += "'"
     complex128 = tensor.dtype is torch.complex128  # which the format lacks
-    tensors[unique] = torch.view_as_real(tensor) if complex128 else tensor
+    tensors[unique] = torch.view_as_real(tensor.resolve_conj()) if complex128 else tensor
     return {"$complex": unique} if complex128 else {"$tensor": unique}
 
 

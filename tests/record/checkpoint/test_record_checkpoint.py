@@ -241,6 +241,7 @@ def test_unpack_inverts_pack_for_special_values() -> None:
         *(math.inf, -math.inf, Counter({3: 2}), OrderedDict(b=1, a=2), torch.Size([2, 3])),
         *(torch.bfloat16, np.arange(3, dtype=np.uint32), np.float32(0.1), -0.0, b"\0\xff"),
         torch.tensor([1 + 2j], dtype=torch.complex128),
+        torch.tensor([1 + 2j], dtype=torch.complex128).conj(),
     ]
     tensors: dict[str, torch.Tensor] = {}
     found = unpack(json.loads(json.dumps(pack(value, tensors, "x"), allow_nan=False)), tensors)
