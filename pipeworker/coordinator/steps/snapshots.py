@@ -23,7 +23,7 @@ from pipeworker.wire.messages.step import StepDone
 
 BUDGET = 0.01
 """Share of the time of steps that copying may take where the user has not chosen an interval."""
-_LEAST_SECONDS = 0.25
+_LEAST_SECONDS = 1.0
 """Seconds of steps between two copies at least: a restart takes longer, so more copies gain little
 and cost more than the seconds that workers measure, because they wake threads on busy cores."""
 _COSTS = 4

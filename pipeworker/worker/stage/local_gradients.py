@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, wraps
 from typing import Any
 
@@ -30,31 +30,33 @@ class LocalGradients:
         self._weights = weights
         _intercept_backward()
 
-    @contextmanager
-    def forward(self, mb: MicroBatch | None) -> Iterator[None]:
+    def forward(self, mb: MicroBatch | None) -> AbstractContextManager[None]:
         """Keep for the backward what the forward inside the context accumulates.
 
         Without a micro-batch, as in the recompute, drop it.
         """
-        forward = _thread.forward = _Forward(self._weights)
-        try:
-            yield
-        finally:
-            _thread.forward = None
-            added = forward.end()
-            if mb is not None:
-                mb.local_gradients = added
+        return _Forward(self._weights, mb)
 
 
 class _Forward:
     """One forward; from its first ``backward()`` to its end weights have local gradients only."""
 
-    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
-        self._weights = weights
+    def __init__(self, weights: Sequence[nn.Parameter], mb: MicroBatch | None) -> None:
+        self._weights, self._mb = weights, mb
         self._held: _Gradients | None = None
         self._parts: dict[nn.Parameter, list[torch.Tensor]] = {}
         self._left: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}
         """The gradient that each weight was left with, and its version."""
+
+    def __enter__(self) -> None:
+        _thread.forward = self
+
+    def __exit__(self, *_: object) -> None:
+        _thread.forward = None
+        if self._held is not None:
+            added = self._end(self._held)
+            if self._mb is not None:
+                self._mb.local_gradients = added
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -77,15 +79,13 @@ class _Forward:
                 weight.grad = new if old is None else old + new
                 self._left[weight] = weight.grad, version_of(weight.grad)
 
-    def end(self) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
+    def _end(self, held: _Gradients) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
         """Return the gradients in order, and give the weights those that they had before.
 
         What the layer has made of a gradient, as by clipping, counts in its place.
         """
-        if self._held is None:
-            return ()
         added: list[tuple[nn.Parameter, torch.Tensor]] = []
-        now = self._exchange(self._held)
+        now = self._exchange(held)
         for weight, gradient in zip(self._weights, now, strict=True):
             if gradient is not None:
                 is_left = self._is_left(weight, gradient)

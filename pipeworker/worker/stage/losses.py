@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
+from itertools import groupby
 from numbers import Integral, Real
 from typing import Any
 
@@ -35,17 +36,27 @@ def record(mb: MicroBatch, loss: Any) -> torch.Tensor:
 
 
 def shares(microbatches: Collection[MicroBatch]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the losses and counts of a mini-batch by micro-batch, each by one copy."""
-    return (
-        _as_floats([mb.share for mb in microbatches if mb.loss is not None]),
-        _as_floats([mb.count for mb in microbatches if mb.count is not None]),
-    )
+    """Return the losses and counts of a mini-batch by micro-batch.
+
+    A loss is multiplied by its micro-batch's weight, unless there are counts. Those of equal weight
+    are multiplied together, because each operation takes longer than the product.
+    """
+    found = [(mb.loss, mb.weight) for mb in microbatches if mb.loss is not None]
+    counts = [mb.count for mb in microbatches if mb.count is not None]
+    if counts:
+        return _as_floats(_stacked(loss for loss, _ in found)), _as_floats(_stacked(counts))
+    alike = groupby(found, lambda pair: (pair[1], pair[0].dtype))
+    parts = [_stacked(loss for loss, _ in some) * weight for (weight, _), some in alike]
+    return (_as_floats(torch.cat(parts)) if parts else ()), ()
 
 
-def _as_floats(values: Sequence[torch.Tensor]) -> tuple[float, ...]:
-    if not values:
-        return ()
-    return tuple(map(float, torch.stack([value.reshape(()) for value in values]).tolist()))
+def _stacked(values: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([value.reshape(()) for value in values])
+
+
+def _as_floats(values: torch.Tensor) -> tuple[float, ...]:
+    """Return values by one copy from their device."""
+    return tuple(map(float, values.tolist()))
 
 
 def parts(loss: Any) -> tuple[torch.Tensor, Any]:

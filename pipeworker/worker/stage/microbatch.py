@@ -90,12 +90,6 @@ class MicroBatch:
     offloaded: SavedGraph | None = None
     local_gradients: Sequence[tuple[nn.Parameter, torch.Tensor]] = ()
 
-    @property
-    def share(self) -> torch.Tensor:
-        """The scalar to add to the step's loss, or to its numerator where there are counts."""
-        assert self.loss is not None
-        return self.loss if self.count is not None else self.loss * self.weight
-
 
 class _Boundary(torch.autograd.Function):
     """Pass tensors into the graph of this stage; keep the gradients that come back, as they are.

@@ -63,7 +63,7 @@ def run(made: Stage, inputs: Sequence[Any], *, recompute: bool, step: int = STEP
         if recompute:
             made.recompute(mb)
         made.backward(mb)
-    return [mb.share.item() for mb in mbs]
+    return [*losses.shares(mbs)[0]]
 
 
 class Fails(nn.Module):
@@ -225,7 +225,7 @@ def test_what_a_layer_draws_does_not_depend_on_the_grouping() -> None:
     upper.forward(first)
     second = given(first.outgoing.detach(), wants=[True])
     lower.forward(second)
-    assert [second.share.item()] == whole
+    assert [*losses.shares([second])[0]] == whole
 
 
 def test_gradients_of_the_input_are_given_back() -> None:
@@ -282,6 +282,15 @@ def test_a_loss_that_is_none(loss: Callable[[Any, Any], Any], message: str) -> N
         run(stage([nn.Linear(3, 3)], loss), [torch.ones(2, 3)], recompute=False)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_losses_are_weighted_as_each_by_itself(dtype: torch.dtype) -> None:
+    mbs = [MicroBatch(m, weight) for m, weight in enumerate([0.3, 0.3, 0.1, 0.1, 0.2])]
+    for mb in mbs:
+        mb.loss = torch.randn((1, 1) if mb.number else (), dtype=dtype)
+    expected = [float(mb.loss * mb.weight) for mb in mbs if mb.loss is not None]
+    assert losses.shares(mbs) == ((*expected,), ())
+
+
 @pytest.mark.parametrize("count", [0.3, 3, np.int64(1 << 40), np.float32(0.25), (1 << 24) + 1.0])
 def test_a_count_is_not_rounded(count: Any) -> None:
     mb = MicroBatch(0)
@@ -322,11 +331,11 @@ def test_a_loss_counts_as_if_it_had_been_multiplied_by_its_weight(dtype: torch.d
                 mb = given(x, torch.zeros(()), weight=weight)
                 made.forward(mb)
                 made.backward(mb)
-                value = mb.share
+                ((value,), _) = losses.shares([mb])
             else:
                 value = loss(layer(x), torch.zeros(())) * weight  # type: ignore[no-untyped-call]
                 value.backward()
-            found.append((value.detach(), *gradients([layer])))
+            found.append((torch.tensor(float(value)), *gradients([layer])))
         assert all(map(torch.equal, *found))
 
 
