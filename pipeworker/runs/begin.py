@@ -205,6 +205,8 @@ class RunRequest:
     def _prepare_new(self) -> PreparedRun:
         options = self.new_options()
         _check_packages(options)  # before anything is created
+        if options.init_from is not None:
+            weight_files.find_weight_files(Path(options.init_from)).check()
         given = self._given(options.replicas)
         effective = override(self.defaults, given).keys() - given.keys()
         origins = {name: self.origins[name] for name in sorted(self.origins.keys() & effective)}

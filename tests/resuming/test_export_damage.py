@@ -400,3 +400,17 @@ def test_a_dtype_that_the_format_lacks_is_refused(jobs: Jobs, checkpoint: Path) 
     assert_refused(done, expected, "; .pt does")
     assert sorted(p.name for p in jobs.folder.iterdir()) == ["checkpoint"]
     assert jobs.pipeworker("export", "checkpoint", "out.pt").returncode == 0
+
+
+def test_no_run_begins_with_weights_of_which_a_bit_has_flipped(
+    jobs: Jobs, checkpoint: Path
+) -> None:
+    (jobs.folder / "job.py").write_text("from torch import nn\nmodel = lambda: nn.Linear(8, 8)\n")
+    whole = (checkpoint / SECOND).read_bytes()
+    (checkpoint / SECOND).write_bytes(whole[:-1] + bytes([whole[-1] ^ 4]))
+    line = ("launch", "--stages", "1", "job.py", "--init-from", "checkpoint")
+    done = jobs.pipeworker(*line)
+    assert_refused(
+        done, f"--init-from {checkpoint / SECOND}: cannot be read: it is damaged (its checksum"
+    )
+    assert not (jobs.folder / "runs").exists()

@@ -80,7 +80,7 @@ class InitialWeights:
         self._open = cache(_open)
         self._files = source.index or {n: file for file in source.files for n in self._open(file)}
         self._sources = {name: Source((name,), only) for name in self._files}
-        conversion = None if source.from_run else find_conversion()
+        conversion = find_conversion() if source.checkpoint is None else None
         if conversion is not None:
             self._sources = conversion.sources(self._files)
         self._may_lack = conversion.adapters if conversion is not None else {}

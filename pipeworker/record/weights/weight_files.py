@@ -18,7 +18,8 @@ from pipeworker.record.rundir import RunDir, find_checkpoint, listed
 
 SAFETENSORS, PICKLED = (".safetensors",), (".pt", ".pth", ".bin")
 """The endings of the files' names, by format."""
-_SINGLE = "model.safetensors"
+_SINGLE, _MODEL = "model.safetensors", "model-"
+"""The file of a model's weights in a folder, and how those of a checkpoint begin."""
 _MOST_INDEX_BYTES = 256 << 20
 
 
@@ -30,11 +31,21 @@ class _Index(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The files that hold a model's weights; `from_run` if they are those of a checkpoint."""
+    """The files that hold a model's weights, and the checkpoint that they are of, if any."""
 
     files: tuple[Path, ...]
     index: Mapping[str, Path] | None = None
-    from_run: bool = False
+    checkpoint: Path | None = None
+
+    def check(self) -> None:
+        """Check the checksums of a checkpoint's files; other files have none.
+
+        Raises:
+            UsageError: a file is missing or damaged.
+        """
+        if self.checkpoint is not None:
+            with naming_option():
+                Manifest.read(self.checkpoint / MANIFEST).check_files(self.checkpoint, _MODEL)
 
 
 def find_weight_files(path: Path) -> WeightFiles:
@@ -73,9 +84,9 @@ def find_files(path: Path) -> WeightFiles:
     if (path / MANIFEST).is_file() or RunDir(path).checkpoints.path.is_dir():
         checkpoint = find_checkpoint(path)
         manifest = Manifest.read(checkpoint / MANIFEST)
-        files = [file for file in manifest.files if file.name.startswith("model-")]
+        files = [file for file in manifest.files if file.name.startswith(_MODEL)]
         paths = tuple(manifest.locate(checkpoint, file) for file in files)
-        return WeightFiles(paths, from_run=True)
+        return WeightFiles(paths, checkpoint=checkpoint)
     if (path / WEIGHTS_INDEX).is_file():
         return _indexed(path / WEIGHTS_INDEX)
     if not (path / _SINGLE).exists():

@@ -42,6 +42,8 @@ _POLL_SECONDS = 1.0
 _SPARE = 2
 """The snapshots of all workers together may take one part in so many of the available memory."""
 
+_WRITES = "the process that writes checkpoints"
+
 Position = Mapping[str, Any] | None
 """Position in the data; None on a worker that does not read it."""
 
@@ -279,24 +281,32 @@ class SnapshotWriter:
             self._copied_last = copy.step, seconds + time.thread_time() - began
 
     def _write(self, step: int, memory: SnapshotMemory) -> None:
-        name = "the process that writes checkpoints"
-        if self._process is None:
-            handles = [handle for buffer in self._buffers for handle in buffer.memory.handles]
-            try:
-                self._process = _WriterProcess([*handles, *self._inherited])
-            except OSError as refused:  # too few processes or descriptors
-                error = f"{name} cannot be started: {refused.strerror}"
-                self._send(Saved(self._rank, step, error=error))
-                return
-        try:
-            files, error = self._process.write(memory.handles, self._folder(step), self._names)
-        except BrokenPipeError:
-            files, error = (), f"{name} is gone"
-            self._process.close()
-            self._process = None  # the next checkpoint starts another
+        files, error = self._write_by_process(step, memory)
         if step in self._watch.torn():
             files, error = (), "a forward began to change weights in place while they were copied"
         self._send(Saved(self._rank, step, files, error))
+
+    def _write_by_process(
+        self, step: int, memory: SnapshotMemory
+    ) -> tuple[tuple[CheckpointFile, ...], str]:
+        """Have a process write the files; return them, and why they cannot be written, or "".
+
+        The process that wrote the last checkpoint may have been killed since, so another one tries
+        once more.
+        """
+        lasting = self._process is not None
+        for _ in range(1 + lasting):
+            if self._process is None:
+                handles = [handle for buffer in self._buffers for handle in buffer.memory.handles]
+                try:
+                    self._process = _WriterProcess([*handles, *self._inherited])
+                except OSError as refused:  # too few processes or descriptors
+                    return (), f"{_WRITES} cannot be started: {refused.strerror}"
+            with suppress(BrokenPipeError):
+                return self._process.write(memory.handles, self._folder(step), self._names)
+            self._process.close()
+            self._process = None
+        return (), f"{_WRITES} is gone"
 
 
 class _WriterProcess:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -177,6 +178,18 @@ def test_a_writer_process_that_died_is_replaced_for_the_next_checkpoint(
     assert torch.equal(written["0.weight"], layer_writer.layer.weight)
     layer_writer.save(4)
     assert not commands
+
+
+def test_a_writer_process_that_is_killed_while_it_is_idle_costs_no_checkpoint(
+    layer_writer: WriterOfLayer,
+) -> None:
+    before = {*psutil.Process().children()}
+    for step in (1, 2, 3):
+        saved = layer_writer.save(step)
+        assert (saved.error, len(saved.files)) == ("", 3)
+        (process,) = {*psutil.Process().children()} - before
+        process.kill()
+        process.wait(timeout=60)
 
 
 def test_a_writer_process_that_stays_stopped_is_killed(
