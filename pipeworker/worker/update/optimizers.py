@@ -22,6 +22,10 @@ from pipeworker.worker.update.empty_groups import accepting_empty_groups, has_pa
 
 Optimizer = torch.optim.Optimizer
 _Plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+_OTHER = (
+    "its state may be that of another optimizer, which the checkpoint was written with; a new run "
+    "with --init-from begins with the weights alone"
+)
 
 
 @dataclass(slots=True)
@@ -94,8 +98,21 @@ class StageOptimizers:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the first group of the leading optimizer; NaN without one."""
-        return float(self.leading.param_groups[0]["lr"]) if self.leading else math.nan
+        """The learning rate of the first group of the leading optimizer; NaN without one.
+
+        Raises:
+            UsageError: it is not a number.
+        """
+        group = self.leading.param_groups[0] if self.leading else {}
+        if "lr" not in group:
+            return math.nan
+        try:
+            rate = float(group["lr"])
+        except (TypeError, ValueError):
+            rate = math.nan
+        if math.isnan(rate):
+            raise UsageError(f"the learning rate of the optimizer is {group['lr']!r}, not a number")
+        return rate
 
     def step(self) -> None:
         """Step the optimizers, in their order.
@@ -121,7 +138,10 @@ class StageOptimizers:
                 )
         with user_code("the optimizer"):
             for optimizer in self.all:
-                optimizer.step()
+                try:
+                    optimizer.step()
+                except KeyError as error:
+                    blame_user("the optimizer", error, note=_OTHER)
 
     def _count_groups(self) -> list[int]:
         return [len(optimizer.param_groups) for optimizer in self.all]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -143,6 +144,22 @@ def test_the_learning_rate_is_that_of_the_first_parameter(
     assert make(layers).optimizers.learning_rate == rate
 
 
+@pytest.mark.parametrize("rate", [None, "fast", float("nan"), torch.ones(2)])
+def test_a_learning_rate_that_is_no_number(rate: Any) -> None:
+    updater = make([nn.Linear(2, 2)])
+    updater.optimizers.all[0].param_groups[0]["lr"] = rate
+    with pytest.raises(
+        UsageError, match=r"^the learning rate of the optimizer is .*, not a number"
+    ):
+        _ = updater.optimizers.learning_rate
+
+
+def test_an_optimizer_may_have_no_learning_rate() -> None:
+    updater = make([nn.Linear(2, 2)])
+    del updater.optimizers.all[0].param_groups[0]["lr"]
+    assert math.isnan(updater.optimizers.learning_rate)
+
+
 def test_a_scheduler_may_be_none() -> None:
     updater = make(
         [nn.Linear(2, 2)], scheduler=lambda every: [schedules.ExponentialLR(every[0], 0.5), None]
@@ -244,4 +261,12 @@ def test_parameter_groups_that_a_resume_would_not_have() -> None:
     step(updater)
     updater.optimizers.all[0].add_param_group({"params": [layer.bias]})
     with pytest.raises(UsageError, match="has 2 parameter groups, and had 1 at the start"):
+        step(updater)
+
+
+def test_state_of_another_optimizer_is_recognized() -> None:
+    updater = make([nn.Linear(2, 2)], torch.optim.AdamW)
+    adam, one = updater.optimizers.all[0], updater.parameters[0]
+    adam.state[one] = {"momentum_buffer": torch.zeros(2, 2)}  # as SGD leaves it
+    with pytest.raises(UserCodeError, match=r"KeyError: '\w+' \(its state may be that of another"):
         step(updater)
