@@ -166,7 +166,9 @@ def command_words(
         match value:
             case None:
                 pass
-            case True if name in _FLAGS:
+            case bool() if name not in _FLAGS:
+                raise UsageError(f"{where}{name}: is {value}; give its value")
+            case True:
                 words.append(option)
             case False:
                 words += [f"--no-{option[2:]}"] if name in _SWITCHES else []

@@ -43,14 +43,19 @@ def test_every_switch_of_the_command_can_be_turned_off() -> None:
     assert command_words("job.py", [], {"no_profile": False}) == command_words("job.py", [], {})
 
 
-def test_true_is_no_value_of_an_option_that_takes_one() -> None:
-    """The command rejects it: its next word must not become the value."""
+def test_a_bool_is_no_value_of_an_option_that_takes_one() -> None:
+    """The next word of the command must not become the value, nor a path be called True."""
     for parameter in LAUNCH_PARAMETERS:
         word = max(parameter.opts, key=len)
         name = word[2:].replace("-", "_")
-        if isinstance(parameter, click.Option) and name not in ("debug", "dry_run", "json"):
-            words = command_words("job.py", [], {name: True})
-            assert words[2:-1] == [word if parameter.is_flag else f"{word}=True"]
+        if not isinstance(parameter, click.Option) or name in ("debug", "dry_run", "json"):
+            continue
+        if parameter.is_flag:
+            assert command_words("job.py", [], {name: True})[2:-1] == [word]
+            continue
+        for value in (True, False):
+            with pytest.raises(pipeworker.UsageError, match=f"{name}: is {value}; give its value"):
+                command_words("job.py", [], {name: value})
 
 
 def test_every_option_of_the_command_is_known() -> None:
