@@ -164,6 +164,10 @@ class InitialWeights:
         if not isinstance(loaded, torch.Tensor):
             self.diff.different.append(f"{name} (no tensor)")
             return False
+        if loaded.is_meta or loaded.is_nested or loaded.layout != value.layout:
+            kind = "meta" if loaded.is_meta else "nested" if loaded.is_nested else loaded.layout
+            self.diff.different.append(f"{name} (a {kind} tensor)")
+            return False
         if loaded.shape == value.shape and (value.is_complex() or not loaded.is_complex()):
             return True
         found, wanted = ((tensor.dtype, tuple(tensor.shape)) for tensor in (loaded, value))

@@ -150,6 +150,22 @@ def test_other_dtypes_are_cast_and_other_shapes_refused(tmp_path: Path) -> None:
         load(safe(state, tmp_path), stages(made))
 
 
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (torch.Tensor.to_sparse, r"torch\.sparse_coo"),
+        (lambda weight: weight.to("meta"), "meta"),
+        (lambda weight: torch.nested.as_nested_tensor([weight]), "nested"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_weight_that_is_not_dense_is_refused(tmp_path: Path, change: Any, kind: str) -> None:
+    state = net(0).state_dict()
+    state["embed.weight"] = change(state["embed.weight"])
+    with pytest.raises(UsageError, match=rf"type are embed\.weight \(a {kind} tensor\); use"):
+        load(pickled(state, tmp_path), stages(net(1)))
+
+
 def test_each_stage_names_its_own_mismatches(tmp_path: Path) -> None:
     state = net(0).state_dict()
     del state["embed.bias"], state["head.bias"], state["head.weight"]
