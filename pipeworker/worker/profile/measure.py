@@ -288,8 +288,8 @@ class _Measured:
         """Run the layer for the first time, and return its sizes."""
         sparse: list[nn.Parameter] = []
 
-        def note(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-            if gradient.layout is not torch.strided:
+        def note(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+            if gradient is not None and gradient.layout is not torch.strided:
                 sparse.append(parameter)
 
         handles = []

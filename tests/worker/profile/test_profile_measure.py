@@ -140,6 +140,31 @@ def test_a_sparse_gradient_stays_sparse_for_its_optimizer() -> None:
     assert facts.backward > 0.0
 
 
+class _Scale(torch.autograd.Function):
+    """Multiplies by a factor that it gives no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return value * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
+def test_a_function_may_give_a_parameter_no_gradient() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.ones(6))
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            scaled: torch.Tensor = _Scale.apply(value, self.factor)  # type: ignore
+            return scaled
+
+    assert measured(Scaled(), torch.randn(5, 6)).backward > 0.0
+
+
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_a_sparse_buffer_counts_with_its_indices(layout: torch.layout) -> None:
     class Graph(nn.Module):
