@@ -40,9 +40,17 @@ def shares(microbatches: Collection[MicroBatch]) -> tuple[tuple[float, ...], tup
 
     A loss is multiplied by its micro-batch's weight, unless there are counts. Those of equal weight
     are multiplied together, because each operation takes longer than the product.
+
+    Raises:
+        UsageError: some have a count and others have none.
     """
     found = [(mb.loss, mb.weight) for mb in microbatches if mb.loss is not None]
     counts = [mb.count for mb in microbatches if mb.count is not None]
+    if counts and len(counts) < len(found):
+        raise UsageError(
+            f"loss(output, target) returned a pair (sum, count) for {len(counts)} of {len(found)} "
+            "micro-batches and a scalar for the others; return the same kind for all"
+        )
     if counts:
         return _as_floats(_stacked(loss for loss, _ in found)), _as_floats(_stacked(counts))
     alike = groupby(found, lambda pair: (pair[1], pair[0].dtype))

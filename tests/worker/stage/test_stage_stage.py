@@ -291,6 +291,14 @@ def test_losses_are_weighted_as_each_by_itself(dtype: torch.dtype) -> None:
     assert losses.shares(mbs) == ((*expected,), ())
 
 
+def test_all_micro_batches_have_a_count_or_none() -> None:
+    mbs = [MicroBatch(m, 0.5) for m in range(2)]
+    for mb, loss in zip(mbs, (torch.ones(()), (torch.ones(()), 2)), strict=True):
+        losses.record(mb, loss)
+    with pytest.raises(UsageError, match=r"returned a pair .* for 1 of 2 micro-batches and a sca"):
+        losses.shares(mbs)
+
+
 @pytest.mark.parametrize("count", [0.3, 3, np.int64(1 << 40), np.float32(0.25), (1 << 24) + 1.0])
 def test_a_count_is_not_rounded(count: Any) -> None:
     mb = MicroBatch(0)
