@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.job.options import Options
+from pipeworker.plan.orders import AUTO
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.planner.choices import PlanRequest, plan_request
 
@@ -30,6 +31,18 @@ def limited(facts: NetworkFacts, options: Options) -> NetworkFacts:
         return facts
     each = len(options.memory) == 1
     return replace(facts, limits=options.memory * (options.stages if each else 1))
+
+
+def plan_run(
+    facts: NetworkFacts, options: Options, balance: tuple[int, ...], schedule: str
+) -> Planned:
+    """Return the plan of a run, made again for its balance; raises as :func:`plan_job`.
+
+    `schedule` is the text of the one that it has, which ``--schedule auto`` has found.
+    """
+    if options.schedule == AUTO:
+        options = replace(options, schedule=schedule)
+    return plan_job(facts, replace(options, balance=balance))
 
 
 def plan_job(facts: NetworkFacts, options: Options) -> Planned:

@@ -23,6 +23,7 @@ class _Stage(msgspec.Struct):
 
 class _Content(msgspec.Struct):
     stages: list[_Stage] = []
+    actions: list[str] = []
     facts: NetworkFacts | None = None
 
 
@@ -32,10 +33,12 @@ class PlanFile:
 
     Attributes:
         ranges: the layers of each stage, half-open; empty if only the facts were asked for.
+        schedule: the text of its schedule.
         facts: from which it was planned; None if it was divided without any.
     """
 
     ranges: tuple[tuple[int, int], ...]
+    schedule: str
     facts: NetworkFacts | None
 
     @staticmethod
@@ -58,7 +61,7 @@ class PlanFile:
             raise UnreadableFile(run_dir.plan, "the layers of its stages do not follow each other")
         if content.facts is not None and not content.facts.is_possible:
             raise UnreadableFile(run_dir.plan, "its facts have a number that no layer has")
-        return PlanFile(ranges, content.facts)
+        return PlanFile(ranges, "\n".join(content.actions), content.facts)
 
     @property
     def balance(self) -> tuple[int, ...]:

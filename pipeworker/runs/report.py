@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from pipeworker.errors import UnreadableFile, UsageError, reading
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.facts.peak import peak_flops
 from pipeworker.job.options import Options
-from pipeworker.job.planning import plan_job, request_of
+from pipeworker.job.planning import plan_run, request_of
 from pipeworker.plan.figures import flops_text, rate_text
 from pipeworker.plan.planned import Planned
 from pipeworker.record.plan_file import PlanFile
@@ -163,7 +163,7 @@ def _of_run(run_dir: RunDir, record: RunRecord, lives: Sequence[WorkerLife]) -> 
     advice = advise(measured, request, balance, found, len(recorded))
     if facts is None or not facts.measured:
         return Report(found, recorded, advice, rates)
-    plan = plan_job(facts, replace(options, balance=balance))
+    plan = plan_run(facts, options, balance, file.schedule)
     planned = planned_breakdown(plan, options.accumulate)
     return Report(found, recorded, advice, rates, plan, planned)
 

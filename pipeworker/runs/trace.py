@@ -12,13 +12,12 @@ import json
 import re
 import tarfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pipeworker.errors import PipeworkerError, UsageError, reading, writing
 from pipeworker.job.options import Options
-from pipeworker.job.planning import plan_job
+from pipeworker.job.planning import plan_run
 from pipeworker.plan.figures import plural
 from pipeworker.plan.planner.memory import LayerBytes
 from pipeworker.plan.simulate import timeline
@@ -85,7 +84,7 @@ def _plan(run_dir: RunDir, record: RunRecord) -> chrome.Plan:
         graphs = {stage: layers.graph(held) for stage, held in enumerate(file.ranges)}
         if not facts.measured or options.placement.stages != len(file.ranges):
             return chrome.Plan(graphs=graphs)
-        planned = plan_job(facts, replace(options, balance=file.balance))
+        planned = plan_run(facts, options, file.balance, file.schedule)
         return chrome.Plan(timeline(planned.schedule, planned.costs), graphs)
     except (OSError, PipeworkerError, ArithmeticError):  # a trace is worth as much without a plan
         return chrome.Plan()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from pipeworker.errors import PipeworkerError
 from pipeworker.facts.layer_facts import LayerFacts, NetworkFacts
-from pipeworker.plan.orders import ORDERS
+from pipeworker.plan.orders import AUTO, ORDERS
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.planner.choices import PlanRequest, plan_request
 from pipeworker.plan.planner.costs import LayerCosts, Range, speeds
@@ -90,7 +90,9 @@ def advise(
         mini_batches: the number of mini-batches that it went to.
     """
     took = found.seconds / max(1, mini_batches)
-    now = _plan(facts, replace(request, balance=tuple(balance)))
+    now = None
+    if request.schedule != AUTO:  # which has compared balances and schedules
+        now = _plan(facts, replace(request, balance=tuple(balance)))
     lost = sum(time.idle[FILL_DRAIN] for time in found.workers) / len(found.workers)
     share = lost / found.seconds if found.seconds > 0 else 0.0
     candidates = [] if now is None else [*_replanned(facts, request, now, took, share)]

@@ -103,6 +103,11 @@ def test_the_fastest_schedule_gives_the_bits_of_one_stage_also_after_a_loss(
     assert "schedule " in run.stdout
     assert len(run.plan["stages"]) > 2  # two slow layers, of which each worker gets one
     assert {stage["worker"] for stage in run.plan["stages"]} == {0, 1}
+    found = json.loads(jobs.pipeworker("report", str(run.path), "--json").stdout)
+    assert found["planned"]["seconds"] == pytest.approx(run.plan["step_seconds"])
+    trace = jobs.pipeworker("trace", str(run.path), "-o", "trace.json")
+    assert trace.returncode == 0, trace.stderr
+    assert "planned" in (jobs.folder / "trace.json").read_text()
     again = jobs.pipeworker("launch", "--resume", str(run.path), "--steps", "6")
     assert again.returncode == 0, again.stderr
 
