@@ -159,6 +159,7 @@ class _StageChecks:
 
     def check(self) -> tuple[int, int, int]:
         """Raise the first error; return the live activations, inputs and deferred backwards."""
+        self._check_kinds()
         columns = self._columns.items()  # the worker's other stages are needed
         # Compute actions first: a mistake is one of theirs where the others are placed around them.
         for (kind, _, _), column in sorted(columns, key=lambda item: item[0][0] not in COMPUTE):
@@ -190,6 +191,17 @@ class _StageChecks:
         if min(column.microbatches) < 0 or max(column.microbatches) >= count:
             place = column.place_of(lambda m: not 0 <= m < count)
             raise self._fail(f"{self._actions[place]} is not one of the micro-batches")
+
+    def _check_kinds(self) -> None:
+        """Check that no micro-batch has a whole backward and one in two parts."""
+        whole, inputs = self._column(Kind.BACKWARD), self._column(Kind.BACKWARD_INPUT)
+        if both := {*whole.microbatches} & {*inputs.microbatches}:
+            first = min(both).__eq__
+            one, other = (self._actions[some.place_of(first)] for some in (inputs, whole))
+            raise self._fail(
+                f"{one} comes beside {other}; the backward of a micro-batch is one action B, or I "
+                "and W"
+            )
 
     def _check_needs(self) -> None:
         """Check that each action comes after those that it needs."""
@@ -319,10 +331,6 @@ class _StageChecks:
             inputs, both = self._column(Kind.BACKWARD_INPUT), self._either(INPUTS)
             weights = self._column(Kind.BACKWARD_WEIGHT)
             self._check_all(weights, inputs.microbatches, Kind.BACKWARD_WEIGHT)
-            if len(set(both.microbatches)) < len(both.places):
-                m = next(m for m in inputs.microbatches if both.microbatches.count(m) > 1)
-                action = Action(Kind.BACKWARD_INPUT, self._stage, m)
-                raise self._fail(f"{action} comes beside a whole one")
             self._check_all(both, range(self._count), Kind.BACKWARD)
         for (kind, peer), microbatches in wanted.items():
             self._check_all(self._column(kind, peer), microbatches, kind, peer)

@@ -63,7 +63,7 @@ def parse(text: str) -> Schedule:
             f"line {number}: {head!r} is not a schedule's head: only one of several replicas may "
             "have no micro-batch"
         )
-    placement = _placement(match["placement"], int(match["stages"]), number).copies(replicas)
+    head_number = number
     workers: list[tuple[Action, ...]] = []
     for number, line in lines:
         found = _LINE.fullmatch(line)
@@ -73,15 +73,24 @@ def parse(text: str) -> Schedule:
                 f"{len(workers)}: and its actions"
             )
         workers.append(_actions(found[2], number, found.start(2)))
-    if len(workers) != placement.workers:
+    stages, microbatches = int(match["stages"]), int(match["microbatches"])
+    held = match["placement"]
+    # What the head claims may be of any size, and its lines are not.
+    expected = replicas * (stages if held is None else 1 + held.count("/"))
+    if len(workers) != expected:
         raise ScheduleError(
-            f"line {number}: the head has {placement.workers} workers, but {len(workers)} lines "
-            "follow; write one for each worker"
+            f"line {number}: the head has {expected} workers, but {len(workers)} lines follow; "
+            "write one for each worker"
+        )
+    if microbatches > (count := sum(map(len, workers))):
+        raise ScheduleError(
+            f"line {head_number}: the head has {microbatches} micro-batches, but all workers have "
+            f"{count} actions together; write those of every micro-batch"
         )
     return Schedule(
         match["name"],
-        int(match["microbatches"]),
-        placement,
+        microbatches,
+        _placement(held, stages, head_number).copies(replicas),
         tuple(workers),
         _pairs(match["skips"]),
         _pairs(match["ties"]),
@@ -122,7 +131,8 @@ def _placement(text: str | None, stages: int, number: int) -> Placement:
         return Placement.identity(stages)
     held = tuple(tuple(map(int, part.split(","))) for part in text.split("/"))
     ascending = all(list(some) == sorted(some) for some in held)
-    if not ascending or sorted(s for some in held for s in some) != list(range(stages)):
+    every = sorted(s for some in held for s in some)
+    if not ascending or len(every) != stages or every != list(range(stages)):
         raise ScheduleError(
             f"line {number}: placement {text} does not hold each of {stages} stages once, "
             "ascending on each worker"
