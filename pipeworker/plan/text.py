@@ -76,12 +76,13 @@ def parse(text: str) -> Schedule:
     stages, microbatches = int(match["stages"]), int(match["microbatches"])
     held = match["placement"]
     # What the head claims may be of any size, and its lines are not.
-    expected = replicas * (stages if held is None else 1 + held.count("/"))
+    expected = stages if held is None else 1 + held.count("/")
     if len(workers) != expected:
         raise ScheduleError(
             f"line {number}: the head has {expected} workers, but {len(workers)} lines follow; "
             "write one for each worker"
         )
+    placement = _placement(held, stages, head_number).copies(replicas)
     if microbatches > (count := sum(map(len, workers))):
         raise ScheduleError(
             f"line {head_number}: the head has {microbatches} micro-batches, but all workers have "
@@ -90,7 +91,7 @@ def parse(text: str) -> Schedule:
     return Schedule(
         match["name"],
         microbatches,
-        _placement(held, stages, head_number).copies(replicas),
+        placement,
         tuple(workers),
         _pairs(match["skips"]),
         _pairs(match["ties"]),
