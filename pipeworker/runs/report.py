@@ -160,7 +160,8 @@ def _of_run(run_dir: RunDir, record: RunRecord, lives: Sequence[WorkerLife]) -> 
         return Report(found, recorded, advice, rates)
     owners = schedule.placement.owners
     measured = measured_facts(facts, ranges, owners, costs)
-    advice = advise(measured, request, balance, found, len(recorded))
+    known = facts is not None
+    advice = advise(measured, request, balance, found, len(recorded), known=known)
     if facts is None or not facts.measured:
         return Report(found, recorded, advice, rates)
     plan = plan_run(facts, options, balance, file.schedule)

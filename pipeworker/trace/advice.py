@@ -37,17 +37,19 @@ def measured_facts(
 ) -> NetworkFacts:
     """Return the facts of a network whose stages take what was measured.
 
-    Within a stage the layers share its seconds as they do by `facts`; evenly without facts.
+    Within a stage the layers share its seconds as they do by `facts`; evenly without facts, and the
+    gradient of the input then takes half of a backward that was not split.
     """
     layers: list[LayerFacts] = []
     if facts is None or len(facts.layers) != ranges[-1][1]:
         for stage, (first, stop) in enumerate(ranges):
             share = 1 / (stop - first)
+            backward_input = costs.backward_input[stage] or costs.backward[stage] / 2
             each = LayerFacts(
                 "",
                 forward=costs.forward[stage] * share,
                 backward=costs.backward[stage] * share,
-                backward_input=costs.backward_input[stage] * share,
+                backward_input=backward_input * share,
                 passes_gradient=True,
             )
             layers += [each] * (stop - first)
@@ -79,6 +81,8 @@ def advise(
     balance: Sequence[int],
     found: Breakdown,
     mini_batches: int,
+    *,
+    known: bool = True,
 ) -> Advice:
     """Return the change that would help most.
 
@@ -88,6 +92,7 @@ def advise(
         balance: the layers of its stages.
         found: where the time went.
         mini_batches: the number of mini-batches that it went to.
+        known: whether it is known how the layers share a stage's seconds.
     """
     took = found.seconds / max(1, mini_batches)
     now = None
@@ -95,7 +100,7 @@ def advise(
         now = _plan(facts, replace(request, balance=tuple(balance)))
     lost = sum(time.idle[FILL_DRAIN] for time in found.workers) / len(found.workers)
     share = lost / found.seconds if found.seconds > 0 else 0.0
-    candidates = [] if now is None else [*_replanned(facts, request, now, took, share)]
+    candidates = [] if now is None else [*_replanned(facts, request, now, took, share, known)]
     data = max(time.idle[DATA] for time in found.workers) / max(1, mini_batches)  # of a reader
     if took > data > 0:
         gain = took / (took - data)
@@ -111,7 +116,7 @@ def advise(
 
 
 def _replanned(
-    facts: NetworkFacts, request: PlanRequest, now: Planned, took: float, lost: float
+    facts: NetworkFacts, request: PlanRequest, now: Planned, took: float, lost: float, known: bool
 ) -> Iterator[Advice]:
     """Yield other plans; a mini-batch took some seconds, and fill and drain a share of these."""
 
@@ -124,6 +129,7 @@ def _replanned(
         option = f"--balance {','.join(map(str, balanced.balance))}"
         faster = gain(balanced)
         text = f"{_slowest(now)}: {option} would give {faster:.2f} times the rate"
+        text += "" if known else ", if the layers of each stage take equally long"
         yield Advice(text, option, faster)
     if is_text(request.schedule):
         return

@@ -32,9 +32,12 @@ def test_an_uneven_balance_is_evened() -> None:
     found, costs = measured("zb-h1", BALANCE)
     facts = measured_facts(None, ranges(BALANCE), OWNERS, costs)
     assert [layer.forward for layer in facts.layers] == pytest.approx([0.010] * 8)
-    advice = advise(facts, PlanRequest("zb-h1", 4, 16, "never", BALANCE), BALANCE, found, 2)
+    request = PlanRequest("zb-h1", 4, 16, "never", BALANCE)
+    advice = advise(facts, request, BALANCE, found, 2)
     assert advice.option == "--balance 2,2,2,2"
     assert "stage 1 takes 100% longer than the mean" in advice.text
+    unknown = advise(facts, request, BALANCE, found, 2, known=False)
+    assert unknown.text == f"{advice.text}, if the layers of each stage take equally long"
     better, _ = measured("zb-h1", (2, 2, 2, 2))
     assert advice.gain == pytest.approx(found.seconds / better.seconds, rel=0.02)
 
@@ -94,3 +97,9 @@ def test_layers_share_a_stages_seconds_as_they_did_when_they_were_measured() -> 
     order = ORDERS["gpipe"]
     schedule = order.build(order.place(2), 1, ["never"] * 2)
     assert simulate(schedule, costs).makespan == 33
+
+
+def test_half_of_a_backward_that_was_not_split_is_for_the_input() -> None:
+    costs = Costs((2.0, 2.0), (6.0, 4.0), (0.0, 1.0))
+    found = measured_facts(None, ranges((2, 1)), (0, 1), costs)
+    assert [layer.backward_input for layer in found.layers] == [1.5, 1.5, 1.0]
