@@ -284,7 +284,7 @@ class RunRequest:
             before = {path: _content(path) for path in (run_dir.run, run_dir.summary, run_dir.plan)}
             was_done = _was_done(run_dir)
             undo.callback(_restore, before)
-            resume.roll_back(run_dir, point)
+            warnings += resume.roll_back(run_dir, point)
             run_dir.withdraw(Request.CANCEL)
             since = Criterion.parse(options.best).since_best(rows.read(run_dir.evaluation))
             if options.patience is not None and since >= options.patience:

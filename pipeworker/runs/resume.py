@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeworker.errors import UnreadableFile, UsageError, reading
+from pipeworker.plan.figures import plural
 from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
 from pipeworker.record.files.atomic_file import remove_partial_files, sync_file, temporary_path
 from pipeworker.record.metrics import rows
@@ -54,8 +55,8 @@ def find_resume_point(run_dir: RunDir) -> ResumePoint:
     return ResumePoint()
 
 
-def roll_back(run_dir: RunDir, point: ResumePoint) -> None:
-    """Remove the records of later steps, which will be written again.
+def roll_back(run_dir: RunDir, point: ResumePoint) -> list[str]:
+    """Remove the records of later steps, which will be written again; return warnings.
 
     Damaged checkpoints are renamed, not removed: the run will use their names again.
     """
@@ -64,8 +65,13 @@ def roll_back(run_dir: RunDir, point: ResumePoint) -> None:
     run_dir.checkpoints.remove_leftovers()
     remove_partial_files(run_dir.root)
     run_dir.summary.unlink(missing_ok=True)
-    for path in (run_dir.metrics, run_dir.evaluation):
-        truncate_rows(path, point.step)
+    files = run_dir.metrics, run_dir.evaluation
+    damaged = {path: truncate_rows(path, point.step) for path in files}
+    return [
+        f"{path}: {plural(count, 'damaged line')} removed"
+        for path, count in damaged.items()
+        if count
+    ]
 
 
 def _unused(path: Path) -> Path:
@@ -74,24 +80,29 @@ def _unused(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def truncate_rows(path: Path, step: int) -> None:
-    """Remove the rows of the steps after `step`, and lines that are not rows: an end cut off.
+def truncate_rows(path: Path, step: int) -> int:
+    """Remove the rows of the steps after `step`, and lines that are not rows.
+
+    Returns:
+        How many lines were not rows, but for the last one: an end cut off.
 
     Raises:
         OSError: the file cannot be written.
     """
     if not path.exists():
-        return
+        return 0
+    others, line = 0, b""
     with temporary_path(path) as temporary:
         with temporary.open("xb") as kept:
-            kept.writelines(
-                line
-                for line in rows.read_lines(path)
-                if (row := rows.parse(line)) and row["step"] <= step
-            )
+            for line in rows.read_lines(path):
+                row = rows.parse(line)
+                others += row is None
+                if row is not None and row["step"] <= step:
+                    kept.write(line)
             sync_file(kept)
         if temporary.stat().st_size < path.stat().st_size:
             temporary.replace(path)
+    return others - (bool(line) and rows.parse(line) is None)
 
 
 def epoch_of(path: Path, step: int) -> int:

@@ -101,6 +101,19 @@ def test_repeated_steps_appear_once(job: Job) -> None:
     assert job.scalars("evaluation/loss") == expected(row(2), row(4, loss=9.0))
 
 
+@pytest.mark.parametrize(
+    ("lines", "damaged"), [(["{}\n"], 0), (["{}\n", '{"step": 3}\n'], 1), (["\0\n", "x\n", "y"], 2)]
+)
+def test_damaged_lines_are_counted_but_for_an_end_cut_off(
+    job: Job, lines: list[str], damaged: int
+) -> None:
+    job.record(row(1), row(2))
+    whole = job.metrics.read_text()
+    job.metrics.write_text(whole + "".join(lines))
+    assert truncate_rows(job.metrics, 2) == damaged
+    assert job.metrics.read_text() == whole
+
+
 def test_a_withdrawn_step_does_not_appear(job: Job) -> None:
     job.record(row(1), row(2), row(3), withdrawn=3)
     assert job.table() == [row(1), row(2)]
