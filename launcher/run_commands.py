@@ -116,8 +116,10 @@ def top(run: Path, *, once: bool, as_json: bool) -> None:
 
     if as_json:
         click.echo(json.dumps(top.snapshot(run), indent=2))
+    elif once or not sys.stdout.isatty() or is_dumb():
+        top.show_once(run)
     else:
-        top.watch(run, once=once or not sys.stdout.isatty() or is_dumb())
+        top.watch(run)
 
 
 @click.command()

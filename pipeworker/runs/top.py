@@ -31,23 +31,33 @@ _STALE = 3.0
 """Seconds of silence that are shown."""
 
 
-def watch(path: Path, *, once: bool) -> None:
-    """Show what the workers of a job do until it ends, or once; the job is left alone.
+def watch(path: Path) -> None:
+    """Show what the workers of a job do until it ends; the job is left alone.
 
     Raises:
         UsageError: no job runs in the directory.
     """
     console = Console()
-    with Live(console=console, auto_refresh=False, transient=not once) as live:
+    with Live(console=console, auto_refresh=False, transient=True) as live:
         for moment in _moments(path):
-            live.update(Group(_head(moment), _table(moment.now)), refresh=True)
-            if once:
-                break
+            live.update(_shown(moment), refresh=True)
             time.sleep(_EVERY)
-    if not once:
-        console.print(f"{path}: the job has ended", highlight=False)
-    elif not console.is_terminal:
-        console.line()  # on a terminal, the display ends its line itself
+    console.print(f"{path}: the job has ended", highlight=False)
+
+
+def show_once(path: Path) -> None:
+    """Show what :func:`watch` shows now, and raise as it does.
+
+    Raises:
+        RecordError: standard output cannot be written.
+    """
+    for moment in itertools.islice(_moments(path), 1):
+        try:
+            Console().print(_shown(moment))
+        except BrokenPipeError:  # its reader wants no more
+            raise
+        except OSError as error:
+            raise RecordError("standard output", error) from None
 
 
 class _Moment(NamedTuple):
@@ -55,6 +65,10 @@ class _Moment(NamedTuple):
 
     last: dict[str, Any]
     now: Present
+
+
+def _shown(moment: _Moment) -> Group:
+    return Group(_head(moment), _table(moment.now))
 
 
 def _moments(path: Path) -> Iterator[_Moment]:
