@@ -82,7 +82,7 @@ class Control:
         self._inbox: queue.SimpleQueue[ToWorker] = queue.SimpleQueue()
         self._kept: deque[ToWorker] = deque()  # the last message received, and those behind it
         self._replies: dict[int, queue.SimpleQueue[StoreReply]] = {}
-        self._outbox: deque[FromWorker] = deque()
+        self._outbox: deque[bytes] = deque()  # frames
         self._request_numbers = itertools.count(1)
         self._closing = False
         self._signalled: set[int] = set()
@@ -128,7 +128,7 @@ class Control:
 
     def send(self, message: FromWorker) -> None:
         """Send a message without waiting."""
-        self._outbox.append(message)
+        self._outbox.append(codec.encode(message, self._generation))
         self._wake()
 
     def receive(self) -> ToWorker:
@@ -218,9 +218,9 @@ class Control:
             if self._wake_out.fileno() in ready:
                 self._on_wake_up()
             while self._outbox:
-                message = self._outbox.popleft()
+                frame = self._outbox.popleft()
                 if self.ended is None:  # else no coordinator listens
-                    self._send(message)
+                    self._send_frame(frame)
             if connection.socket in ready:
                 self._receive_all()
             opened = connection.read_event(ready)
@@ -283,7 +283,10 @@ class Control:
         return f"{where} has not answered for {limit:g} s"
 
     def _send(self, message: FromWorker) -> None:
-        self._connection.socket.send(self._stream.sequence(codec.encode(message, self._generation)))
+        self._send_frame(codec.encode(message, self._generation))
+
+    def _send_frame(self, frame: bytes) -> None:
+        self._connection.socket.send(self._stream.sequence(frame))
 
     def _send_heartbeat(self, *, resend: bool = False) -> None:
         """Send a heartbeat, unless the job has ended.

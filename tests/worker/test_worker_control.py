@@ -104,6 +104,16 @@ def test_a_message_that_an_interrupt_took_from_the_queue_is_received_again() -> 
         control.close()
 
 
+def test_a_message_that_cannot_be_encoded_is_its_senders_error() -> None:
+    with sockets.server(TOKEN, "127.0.0.1", timings()) as (router, endpoint):
+        control = Control(Settings(0, endpoint, TOKEN, 0), aborted)
+        control.start(signals=False)
+        with pytest.raises(OverflowError):
+            control.send(Hello(1 << 70, "host", 1))
+        finish(router, control)  # the thread goes on
+        control.close()
+
+
 def test_the_last_message_is_acknowledged() -> None:
     with sockets.server(TOKEN, "127.0.0.1") as (router, endpoint):
         control = Control(Settings(0, endpoint, TOKEN, 0), aborted)
