@@ -29,7 +29,7 @@ def script_path() -> str:
         named = shell.user_ns.get(_VSCODE) or os.environ.get(_JUPYTER) or "notebook.ipynb"
         path = Path(str(named))
         return str(path if path.is_absolute() else Path.cwd() / path.name)
-    name = sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c") else "script"
+    name = sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c", "-") else "script"
     return str(Path(name).resolve())
 
 

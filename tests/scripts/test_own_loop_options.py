@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -51,3 +52,12 @@ def test_a_run_in_a_notebook_is_named_after_it(monkeypatch: pytest.MonkeyPatch) 
     assert process.script_path() == "/tmp/My study.ipynb"
     variables["__vsc_ipynb_file__"] = "/home/me/other.ipynb"
     assert process.script_path() == "/home/me/other.ipynb"
+
+
+@pytest.mark.parametrize("name", ["", "-c", "-"])
+def test_a_program_without_a_file_is_called_script(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name])
+    monkeypatch.chdir("/tmp")
+    assert process.script_path() == "/tmp/script"
