@@ -5,9 +5,9 @@ So a stopped terminal or a slow reader delays neither the job nor the thread tha
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TextIO
@@ -43,7 +43,9 @@ class DisplayThread:
         self._display = display
         self._output = output
         self._files = files
-        self._events: queue.SimpleQueue[FromCoordinator | None] = queue.SimpleQueue()
+        self._events: deque[FromCoordinator | None] = deque()
+        self._due = threading.Event()
+        """Set if one of the events cannot wait until the next tick."""
         self._next_tick = 0.0
         self._next_read = 0.0
         self._is_planned = False
@@ -54,11 +56,17 @@ class DisplayThread:
     def show(self, event: FromCoordinator) -> None:
         """Show an event soon; a verdict, which is the last event, before this call returns.
 
+        A step waits for the next tick, because waking the thread takes as long as all else that the
+        launcher does for a step.
+
         Raises:
             OSError: the terminal has been lost; raised once.
         """
-        if not (isinstance(event, StepResult) and self._events.qsize() > _MAX_QUEUED):
-            self._events.put(event)
+        is_step = isinstance(event, StepResult)
+        if not (is_step and len(self._events) > _MAX_QUEUED):
+            self._events.append(event)
+        if not is_step:
+            self._due.set()
         if isinstance(event, Verdict):
             self._thread.join()
         if self._display.lost and not self._reported_loss:
@@ -67,20 +75,22 @@ class DisplayThread:
 
     def close(self) -> None:
         """Restore the terminal and show nothing more. Idempotent."""
-        self._events.put(None)
+        self._events.append(None)
+        self._due.set()
         self._thread.join()
 
     def _run(self) -> None:
         over = False
         while not over:
-            try:
-                event = self._events.get(timeout=max(0.0, self._next_tick - time.monotonic()))
-            except queue.Empty:
+            self._due.wait(max(0.0, self._next_tick - time.monotonic()))
+            self._due.clear()
+            while self._events and not over:
+                event = self._events.popleft()
+                over = event is None or isinstance(event, Verdict)
+                if event is not None:
+                    self._show(event)
+            if not over and time.monotonic() >= self._next_tick:
                 self._tick()
-                continue
-            over = event is None or isinstance(event, Verdict)
-            if event is not None:
-                self._show(event)
         self._display.close()
         for file in self._files:
             with suppress(OSError):  # the terminal may be gone
