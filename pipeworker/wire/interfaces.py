@@ -39,8 +39,8 @@ def external_address_of(name: str, source: str = "--interface") -> str:
     address = address_of(name, source)
     if is_loopback(address):
         raise UsageError(
-            f"{source} {name}: other hosts of this job cannot reach {address}; choose an interface "
-            "that leads to them"
+            f"{source} {name}: other hosts of this job cannot reach {address} of "
+            f"{socket.gethostname()}; choose an interface that leads to them"
         )
     return address
 

@@ -187,7 +187,8 @@ def test_an_interface_that_other_hosts_cannot_reach_is_an_error(
     jobs: Jobs, ranks: Start, hosts: tuple[Host, Host]
 ) -> None:
     started = ranks(hosts, "--interface", "lo")
-    expect_error(started, jobs, "--interface lo: other hosts of this job cannot reach 127.0.0.1")
+    text = f"--interface lo: other hosts of this job cannot reach 127.0.0.1 of {hosts[0].name}; "
+    expect_error(started, jobs, text)
 
 
 def test_a_firewall_before_the_coordinator_is_reported(
