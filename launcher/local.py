@@ -69,11 +69,17 @@ class AgentProcess:
             remote.command, self._errors
         )
 
+    def introduced(self) -> None:
+        """Note that the agent runs: what ssh has printed before, as a banner, ends no agent."""
+        if self._errors is not None:
+            self._logged = os.fstat(self._errors.fileno()).st_size
+
     def finish(self, seconds: float) -> tuple[int, str]:
         """Wait for its end, and kill it when that takes longer.
 
         Returns:
-            The exit code, and the last line of its standard error, such as ssh's reason.
+            The exit code, and the last line of its standard error, such as ssh's reason: once the
+            agent has introduced itself, of what was printed since.
         """
         code = self.process.wait(seconds)
         if self._errors is None:
@@ -208,6 +214,8 @@ class Launch:
         remote = self._remote[number]
         for text in agent.process.skipped():
             self._show(lines.Warned(f"{remote.name} prints before pipeworker begins there: {text}"))
+        if any(isinstance(line, lines.AgentHello) for line in received):
+            agent.introduced()
         yield events.AgentLines(number, tuple(self._checked(remote, line) for line in received))
         if not more:
             self._selector.unregister(agent.process)
