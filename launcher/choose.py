@@ -25,7 +25,11 @@ from pipeworker.timings import VARIABLE
 if TYPE_CHECKING:
     from pipeworker.runs.begin import RunRequest
 
-CLUSTERS: dict[str, Cluster | Carrier] = {one.name: one for one in (Kubernetes(), Ray(), Slurm())}
+CLUSTERS: dict[str, Cluster | Carrier] = {
+    "kubernetes": Kubernetes(),
+    "ray": Ray(),
+    "slurm": Slurm(),
+}
 """The engines that ``--on`` names."""
 _LAUNCHER_OPTIONS = frozenset(
     {

@@ -37,9 +37,7 @@ class SubmittedJob(Protocol):
 
 
 class Engine(ABC):
-    """A way to start the processes of a job; options and messages use its `name`."""
-
-    name: ClassVar[str]
+    """A way to start the processes of a job."""
 
     @abstractmethod
     def render(self, spec: JobSpec) -> str:
@@ -103,8 +101,6 @@ class Carrier(Engine):
 
 class Local(Carrier):
     """The engine of a job on this host alone."""
-
-    name = "local"
 
     def agents(self, spec: JobSpec) -> tuple[RemoteAgent, ...]:
         return (RemoteAgent(Host("", spec.workers)),)

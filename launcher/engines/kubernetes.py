@@ -72,7 +72,6 @@ class KubernetesJob:
 class Kubernetes(Cluster):
     """The cluster that kubectl is set to."""
 
-    name = "kubernetes"
     shares_files: ClassVar[bool] = False
 
     def new_run_dir(self, spec: JobSpec) -> str:

@@ -107,7 +107,6 @@ class GroupRequest:
 class Ray(Carrier):
     """The nodes that a Ray cluster gives."""
 
-    name = "ray"
     remedy = "share its folder, or send it with `ray job submit --working-dir`"
 
     def __init__(self) -> None:

@@ -155,8 +155,6 @@ class SlurmJob:
 
 
 class Slurm(Cluster):
-    name = "slurm"
-
     def render(self, spec: JobSpec) -> str:
         """Return the script of a job; its settings are long options of sbatch and override ours."""
         if "array" in spec.settings:
@@ -226,8 +224,6 @@ class Slurm(Cluster):
 
 class SlurmAllocation(Carrier):
     """The nodes of the job inside which this process runs."""
-
-    name = "an allocation of Slurm's"
 
     def is_inside(self, environment: Mapping[str, str]) -> bool:
         """Return whether this process has an allocation, and is not a job step inside it."""

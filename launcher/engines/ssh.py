@@ -52,8 +52,6 @@ _EXCLUDED = {".git", ".venv", "__pycache__", "runs"}
 class Ssh(Carrier):
     """The hosts that ``--hosts`` names."""
 
-    name = "ssh"
-
     def render(self, spec: JobSpec) -> str:
         """Return the commands that prepare the hosts, and those that start their agents."""
         folder = Path(spec.job_file).parent
