@@ -42,7 +42,7 @@ class Bounds:
 
     def __init__(self, divisions: Divisions, origin: Judged, paths: Sequence[Path]) -> None:
         self._divisions = divisions
-        self.balance, self._modes = origin.balance, origin.modes
+        self._modes = origin.modes
         self._ranges = ranges(origin.balance)
         self._cuts = tuple(accumulate(origin.balance))
         places = {cut: place for place, cut in enumerate(divisions.cuts)}
