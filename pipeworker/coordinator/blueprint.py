@@ -76,7 +76,7 @@ class Blueprint:
 
     @staticmethod
     def draw(
-        options: Options, described: Sequence[Described], planned: Planned | None = None
+        options: Options, described: Sequence[Described], planned: Planned | None
     ) -> Blueprint:
         """Divide the model that the workers described; `described` is by rank.
 

@@ -101,7 +101,7 @@ class Lifecycle(Waiting):
             effects.append(self.send(reader.peer, EndPass(self._step)))
         return [*effects, Log(f"interrupted: stopping at the end of the step, {self.waiting}")]
 
-    def tick(self, now: float, suspended: float = 0.0) -> list[Effect]:
+    def tick(self, now: float, suspended: float) -> list[Effect]:
         """Act on timeouts; the seconds for which the coordinator was suspended count for none."""
         if suspended:
             self.roster.suspended(suspended, now)

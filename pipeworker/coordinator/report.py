@@ -105,7 +105,7 @@ def end_status(end: End) -> str:
 
 
 def planned(
-    blueprint: Blueprint, workers: Sequence[tuple[Hello, Ready]], facts: NetworkFacts | None = None
+    blueprint: Blueprint, workers: Sequence[tuple[Hello, Ready]], facts: NetworkFacts | None
 ) -> tuple[WritePlan, lines.Planned]:
     """Return the content of ``plan.json`` and the line to the launcher, once all stages are built.
 

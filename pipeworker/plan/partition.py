@@ -42,13 +42,13 @@ def pieces(elements: int) -> int:
     return min(MAX_PIECES, -(-elements // PIECE_ELEMENTS))
 
 
-def cuts(layers: int, shared: Iterable[SharedBuffer] = ()) -> list[int]:
+def cuts(layers: int, shared: Iterable[SharedBuffer]) -> list[int]:
     """Return the layers before which a stage may end: no buffer is in two stages then."""
     inside = {cut for buffer in shared for cut in range(buffer.first + 1, buffer.last + 1)}
     return [cut for cut in range(1, layers) if cut not in inside]
 
 
-def most_stages(layers: int, shared: Iterable[SharedBuffer] = ()) -> int:
+def most_stages(layers: int, shared: Iterable[SharedBuffer]) -> int:
     """Return the most stages that layers can make."""
     return len(cuts(layers, shared)) + 1
 

@@ -111,7 +111,7 @@ class StageEnds(NamedTuple):
     after_backward: list[End]
 
     @staticmethod
-    def of(placement: Placement, stage: int, skips: Pairs, front: int = 0) -> StageEnds:
+    def of(placement: Placement, stage: int, skips: Pairs, front: int) -> StageEnds:
         """Return the ends of a stage; stages of one worker pass tensors in memory.
 
         The first `front` stages have no backward, and are sent no gradients.

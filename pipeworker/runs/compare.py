@@ -32,7 +32,7 @@ Pair = tuple[Any, Any]
 Curve = dict[int, Any]
 
 
-def compare(first: Path, second: Path, *, as_json: bool = False) -> str:
+def compare(first: Path, second: Path, *, as_json: bool) -> str:
     """Describe two runs side by side: what differs, their results, and points of their curves.
 
     Raises:

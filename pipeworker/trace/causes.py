@@ -371,7 +371,7 @@ def recoveries(lives: Sequence[WorkerLife]) -> Iterator[tuple[tuple[int, int], f
         yield pair, ends[pair[0]], max(ends[pair[0]], begins[pair[1]])
 
 
-def planned_breakdown(planned: Planned, mini_batches: int = 1) -> Breakdown:
+def planned_breakdown(planned: Planned, mini_batches: int) -> Breakdown:
     """Return where a plan predicts that the time of one step goes, of so many mini-batches."""
     schedule, costs = planned.schedule, planned.costs
     alone = replace(costs, transfers={}, handling=0.0)

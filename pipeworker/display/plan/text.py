@@ -123,7 +123,7 @@ def choice_table(view: PlanView) -> list[str]:
 
 
 def timeline_lines(
-    labels: Sequence[str], spans: Sequence[Sequence[Span]], width: int, paint: Paint = plain
+    labels: Sequence[str], spans: Sequence[Sequence[Span]], width: int, paint: Paint
 ) -> list[str]:
     """Return a timeline, and what its letters mean; `paint` colours its parts."""
     rows = timeline_rows(labels, spans, width)

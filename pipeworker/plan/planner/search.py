@@ -118,7 +118,7 @@ def search(
     return replace(plan, order=whole_text(plan, best.divisions.order, AUTO))
 
 
-def known_orders(orders: Iterable[Order] | None = None) -> Iterator[Order]:
+def known_orders(orders: Iterable[Order] | None) -> Iterator[Order]:
     """Yield the known orders, with each number of stages per worker that is tried."""
     for order in ORDERS.values() if orders is None else orders:
         if order.varies:

@@ -74,9 +74,9 @@ class SnapshotBuffer:
     def begin(
         self,
         stages: Sequence[StageState],
-        elsewhere: Collection[int] = (),
-        position: Mapping[str, Any] | None = None,
-        most: Callable[[], int] | None = None,
+        elsewhere: Collection[int],
+        position: Mapping[str, Any] | None,
+        most: Callable[[], int] | None,
     ) -> CopyPairs | None:
         """Begin a snapshot, and return the copies that the caller still has to make.
 

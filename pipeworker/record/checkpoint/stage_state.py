@@ -213,8 +213,8 @@ class WorkerContent:
     def of(
         cls,
         stages: Sequence[StageState],
-        elsewhere: Collection[int] = (),
-        position: Mapping[str, Any] | None = None,
+        elsewhere: Collection[int],
+        position: Mapping[str, Any] | None,
     ) -> WorkerContent:
         """Collect what a worker saves of its stages.
 

@@ -22,7 +22,7 @@ _FEWEST, _MOST = 2, 8
 """As many results are kept as have `_ALL` bytes, but no fewer and no more than these."""
 
 
-def lost_bytes(run: Callable[[], Any], size: int, *, once: bool = False) -> int:
+def lost_bytes(run: Callable[[], Any], size: int, *, once: bool) -> int:
     """Return the bytes that the allocator loses for each result of `run` that is kept.
 
     A result has `size` bytes; the allocator loses no more than as many. With `once` a single

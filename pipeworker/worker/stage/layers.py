@@ -166,7 +166,7 @@ class Layers:
                 found.append(layer.state_dict())
         return found
 
-    def run(self, value: Any, microbatch: int, phase: Phase, *, train: bool = True) -> Any:
+    def run(self, value: Any, microbatch: int, phase: Phase, *, train: bool) -> Any:
         """Run all layers for one micro-batch of the mini-batch or of an evaluation pass.
 
         With skip connections `value` is a pair of the input and the received tensors, and so is the

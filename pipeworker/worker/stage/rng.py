@@ -59,7 +59,7 @@ def evaluation_data_seed(seed: int, _: int) -> int:
     return _derive(_EVALUATION_DATA, seed)
 
 
-def update_seed(seed: int, step: int, layer: int, tie: int = 0) -> int:
+def update_seed(seed: int, step: int, layer: int, tie: int) -> int:
     """Return the seed under which ``before_update`` gets a layer's, or a tied, parameters."""
     return _derive(_UPDATE, seed, step, layer, tie)
 

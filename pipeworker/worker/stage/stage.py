@@ -326,7 +326,7 @@ class Stage:
             wants += wanted
         return (value, tensors), wants
 
-    def evaluate(self, mb: MicroBatch, phase: Phase = Phase.EVALUATION) -> Any:
+    def evaluate(self, mb: MicroBatch, phase: Phase) -> Any:
         """Run the layers in eval mode; return the last stage's output, else set ``outgoing``.
 
         The number of `mb` counts through the whole evaluation pass.
