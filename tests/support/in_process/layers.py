@@ -50,6 +50,10 @@ class Noise(nn.Module):
         return nn.functional.dropout(x, 0.3) + torch.rand(x.shape[1]) if self.training else x
 
 
+def mlp() -> list[nn.Module]:
+    return [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), Noise(), nn.GELU(), nn.Linear(8, 2)]
+
+
 class Stash(nn.Module):
     """A layer that stashes its input."""
 

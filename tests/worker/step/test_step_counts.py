@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipeworker.plan.placement import Placement
-from support.in_process.layers import Noise, data, mse
+from support.in_process.layers import data, mlp, mse
 from support.in_process.pipelines import MODES, Pipeline, Way, filled
 from support.in_process.plain_loop import assert_equal, plain
 from support.pure.orders import always, zero_bubble
@@ -21,10 +21,6 @@ PLACEMENTS = [
     Placement.looped(2, 2),
     Placement(((0, 3), (1, 2))),
 ]
-
-
-def mlp() -> list[nn.Module]:
-    return [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), Noise(), nn.GELU(), nn.Linear(8, 2)]
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -75,11 +75,6 @@ def check(
     return expected
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(1)
-
-
 def mlp() -> list[nn.Module]:
     return [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2)]
 

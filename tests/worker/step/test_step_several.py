@@ -18,7 +18,7 @@ from pipeworker.facts.connections import Skip
 from pipeworker.plan.actions import Kind
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import recomputed
-from support.in_process.layers import Apply, Layer, Noise, Pop, Stash, data, mse
+from support.in_process.layers import Apply, Layer, Noise, Pop, Stash, data, mlp, mse
 from support.in_process.pipelines import MODES, Pipeline, Way, filled
 from support.in_process.plain_loop import Batches, Trained, assert_equal, plain
 from support.pure.orders import Orders, Which, by, depth_first, legal, written
@@ -132,10 +132,6 @@ def check(
             )
             assert_equal(pipeline.train(len(batches)), expected, case)
     return expected
-
-
-def mlp() -> list[nn.Module]:
-    return [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), Noise(), nn.GELU(), nn.Linear(8, 2)]
 
 
 @slow

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeworker.facts.connections import Skip
 from pipeworker.plan.placement import Placement
-from support.in_process.layers import Apply, Layer, Noise, Pop, Stash, data, mse
+from support.in_process.layers import Apply, Layer, Noise, Pop, Stash, data, mlp, mse
 from support.in_process.pipelines import Pipeline, Way, filled
 from support.in_process.plain_loop import Batches, Trained, assert_equal, plain
 from support.pure.orders import Which, always, depth_first, never, written, zero_bubble
@@ -81,10 +81,6 @@ def check(
         )
         assert_equal(pipeline.train(len(batches)), expected, case)
     return expected
-
-
-def mlp() -> list[nn.Module]:
-    return [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), Noise(), nn.GELU(), nn.Linear(8, 2)]
 
 
 def test_equals_the_plain_loop() -> None:
