@@ -54,8 +54,7 @@ def test_train_equals_launch(jobs: Jobs, scripts: Scripts) -> None:
     assert "done: 5 steps" in run.stdout
     assert not any(other.stdout for other in others)
     assert [ranks.reported(rank)["run"] for rank in range(3)] == ["run"] * 3
-    rows = [json.loads(line) for line in (run.path / "evaluation.jsonl").open()]
-    assert [row["step"] for row in rows] == [2, 4]
+    assert [row["step"] for row in run.evaluations] == [2, 4]
 
 
 @slow

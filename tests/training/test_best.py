@@ -77,8 +77,7 @@ def test_a_job_that_ends_early_continues_with_more_patience(jobs: Jobs, tmp_path
     assert "--patience 2 is used up, by 2 evaluations without a better one" in again.stderr
     assert "done: 4 steps, 0 of them now" in again.stdout
     assert jobs.pipeworker(*more[:-1], "--patience", "3", "job.py").returncode == 0
-    rows = map(json.loads, (run.path / "evaluation.jsonl").read_text().splitlines())
-    assert [row["step"] for row in rows] == [0, 2, 4, 6]
+    assert [row["step"] for row in run.evaluations] == [0, 2, 4, 6]
     plain = jobs.train(*WORDS, "--steps", "6", source=SOURCE)
     weights = Checkpoint(run.path / "checkpoints" / "step-00000006").weights()
     assert all(torch.equal(weights[name], plain.weights[name]) for name in weights)
@@ -106,9 +105,8 @@ def test_several_evaluation_sets(jobs: Jobs) -> None:
     runs = [jobs.train("--stages", k, *words, *kept, source=sets) for k in ("1", "3")]
     found = [(run.path / "evaluation.jsonl").read_text() for run in runs]
     assert found[0] == found[1]
-    rows = [json.loads(line) for line in found[0].splitlines()]
-    single = map(json.loads, (alone.path / "evaluation.jsonl").read_text().splitlines())
-    for row, expected in zip(rows, single, strict=True):
+    rows = runs[0].evaluations
+    for row, expected in zip(rows, alone.evaluations, strict=True):
         assert row["loss"] == row["val/loss"] == expected["loss"] != row["test/loss"]
         assert row["val/accuracy"] == expected["accuracy"]
     weights = alone.weights

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from support.real_jobs.compare import assert_same
 from support.real_jobs.jobs import Jobs, Record
@@ -85,10 +84,6 @@ LOOP = """
 """
 
 
-def evaluations(run: Record) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run.path / "evaluation.jsonl").open()]
-
-
 @slow
 def test_epochs_are_equal_at_any_number_of_stages_and_after_a_resume(
     jobs: Jobs,
@@ -96,7 +91,7 @@ def test_epochs_are_equal_at_any_number_of_stages_and_after_a_resume(
     uncut = jobs.train("--stages", "1", *WORDS, "--epochs", "3", source=RICH)
     assert [row["epoch"] for row in uncut.metrics] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert [row["lr"] for row in uncut.metrics] == [0.01] * 3 + [0.005] * 3 + [0.0025] * 3
-    assert [row["step"] for row in evaluations(uncut)] == [3, 6, 9]
+    assert [row["step"] for row in uncut.evaluations] == [3, 6, 9]
     cut = jobs.train("--stages", "2", *WORDS, "--epochs", "1", source=RICH)
     assert len(cut.metrics) == 3
     words = ("--resume", "--run-dir", str(cut.path), str(jobs.folder / "job.py"))
@@ -104,7 +99,7 @@ def test_epochs_are_equal_at_any_number_of_stages_and_after_a_resume(
     assert done.returncode == 0, done.stderr
     run = Record(cut.path)
     assert_same(run, uncut)
-    assert evaluations(run) == evaluations(uncut)
+    assert run.evaluations == uncut.evaluations
     record = json.loads((run.path / "run.json").read_text())
     assert (record["options"]["epochs"], record["options"]["evaluate_every"]) == (1, "epoch")
     assert record["resumed"][0]["options"] == {"stages": 3, "epochs": 3}
@@ -119,7 +114,7 @@ def test_epochs_are_equal_with_replicas(jobs: Jobs) -> None:
     one, two = (jobs.train("--stages", str(k), *words, source=RICH) for k in (1, 2))
     assert [row["epoch"] for row in one.metrics] == [0, 0, 0, 1, 1, 1]
     assert_same(one, two)
-    assert evaluations(one) == evaluations(two)
+    assert one.evaluations == two.evaluations
 
 
 @slow
@@ -138,7 +133,7 @@ def test_epochs_are_equal_after_a_lost_worker_and_in_a_script(jobs: Jobs, script
     (run, _) = scripts.start(script(RICH, train), 2).succeed()
     for other in (lost, run):
         assert_same(other, whole)
-        assert evaluations(other) == evaluations(whole)
+        assert other.evaluations == whole.evaluations
 
 
 @slow

@@ -93,9 +93,8 @@ def test_a_pass_changes_no_buffer(jobs: Jobs) -> None:
     plain = jobs.train(*words, source=OBSERVING)
     evaluated = jobs.train(*words, "--evaluate-every", "1", source=OBSERVING)
     assert_same(evaluated, plain)
-    recorded = [json.loads(line) for line in (evaluated.path / "evaluation.jsonl").open()]
     found = jobs.pipeworker("evaluate", "--stages", "1", "--json", str(evaluated.path))
-    assert json.loads(found.stdout) == recorded[-1]
+    assert json.loads(found.stdout) == evaluated.evaluations[-1]
 
 
 @pytest.mark.parametrize(

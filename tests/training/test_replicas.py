@@ -16,7 +16,6 @@ from support.real_jobs.jobs import (
     Jobs,
     Record,
     Reference,
-    Run,
     ended,
     processes_of,
     steps_of,
@@ -43,10 +42,6 @@ RICH = (
 """A job with random layers, batch norm, a scheduler, and evaluation."""
 
 
-def evaluations(run: Run) -> list[object]:
-    return [json.loads(line) for line in (run.path / "evaluation.jsonl").open()]
-
-
 def test_results_are_the_same_for_any_number_of_stages(jobs: Jobs) -> None:
     words = (*WORDS, "--evaluate-every", "2", "--steps", "7", "--replicas", "2")
     ways = (("1", "never"), ("2", "always"), ("3", "except_first"))
@@ -56,7 +51,7 @@ def test_results_are_the_same_for_any_number_of_stages(jobs: Jobs) -> None:
     ]
     for run in runs[1:]:
         assert_same(run, runs[0])
-        assert evaluations(run) == evaluations(runs[0])
+        assert run.evaluations == runs[0].evaluations
     last = runs[-1]
     stages = len(last.plan["balance"])
     count = 2 * stages

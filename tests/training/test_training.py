@@ -14,7 +14,7 @@ import torch
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.record.checkpoint.checkpoint import Checkpoint
 from support.real_jobs.compare import assert_same
-from support.real_jobs.jobs import Jobs, Reference, Run
+from support.real_jobs.jobs import Jobs, Reference
 from support.real_jobs.sources import JOB
 from support.slow import slow
 
@@ -80,10 +80,6 @@ SCHEDULES = {
 }
 
 
-def evaluations(run: Run) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run.path / "evaluation.jsonl").open()]
-
-
 @slow
 def test_evaluation_changes_no_number_and_is_the_same_at_any_number_of_stages(jobs: Jobs) -> None:
     words = ("--microbatches", "4", "--steps", "6")
@@ -93,8 +89,8 @@ def test_evaluation_changes_no_number_and_is_the_same_at_any_number_of_stages(jo
     ]
     for run in runs:
         assert_same(run, plain)
-        assert evaluations(run) == evaluations(runs[0])
-    rows = evaluations(runs[0])
+        assert run.evaluations == runs[0].evaluations
+    rows = runs[0].evaluations
     assert [row["step"] for row in rows] == [2, 4, 6]
     assert all(row["one"] == 1 and 0 <= row["accuracy"] <= 1 for row in rows)
     # The last pass again, in one process, with the weights of the end.
@@ -353,7 +349,7 @@ def test_deferred_batch_norm(jobs: Jobs) -> None:
         for stages, mode in (("1", "never"), ("4", "except_first"))
     ]
     assert_same(*runs)
-    assert evaluations(runs[1]) == evaluations(runs[0])
+    assert runs[1].evaluations == runs[0].evaluations
     assert runs[0].weights["2.norm.num_batches_tracked"] == 3
 
 

@@ -45,6 +45,10 @@ class Record:
         return [json.loads(line) for line in (self.path / "metrics.jsonl").open()]
 
     @cached_property
+    def evaluations(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.path / "evaluation.jsonl").open()]
+
+    @cached_property
     def summary(self) -> dict[str, Any]:
         loaded: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
         return loaded
