@@ -48,7 +48,6 @@ from pipeworker.record.rundir import Request, RunDir
 from pipeworker.wire import lines, sockets
 from pipeworker.wire.lines import Activity, Configuration, Joined, Planned, Restart, Snapshot
 from pipeworker.wire.messages.checkpoint import Restore
-from pipeworker.wire.messages.presence import Hello
 
 _WATCHED, _LOOK = 5.0, 0.5
 """Seconds for which one request has the job write what its workers do, and between two writes."""
@@ -123,6 +122,9 @@ class Service:
             poller.register(parent.reads, 0 if parent.gone else zmq.POLLIN)
             poller.register(parent.writes, zmq.POLLOUT if parent.pending else 0)
             ready = dict(poller.poll(int(1000 * self._timings.tick)))
+            if self._path != (path := str(self._run_dir.path)):  # first: workers that join open it
+                self._path = path
+                self._handle(events.Moved(path))
             all_received = self._socket not in ready or self._receive()
             if parent.writes in ready:
                 parent.flush()
@@ -139,7 +141,6 @@ class Service:
                 self._handle(lines.Interrupt())
             if now >= next_tick and all_received:
                 next_tick = now + self._timings.tick
-                self._follow_run_dir()
                 self._handle(events.Tick(clock.suspended - suspended))
                 suspended = clock.suspended
                 self._workers.ping_quiet(set(self._job.peers))
@@ -183,21 +184,12 @@ class Service:
         for effect in self._job.handle(event, time.monotonic()):
             self._perform(effect)
 
-    def _follow_run_dir(self) -> None:
-        """Notice that the run directory was moved."""
-        if self._path != (path := str(self._run_dir.path)):
-            self._path = path
-            self._handle(events.Moved(path))
-
     def _receive(self) -> bool:
         """Handle messages for at most the time `burst`; return whether none is left.
 
         Only then is a worker's silence significant.
         """
         for event in self._workers.events(time.monotonic() + self._timings.burst):
-            match event:
-                case events.MessageReceived(message=Hello()):
-                    self._follow_run_dir()  # the worker opens it
             self._handle(event)
         return self._workers.all_read
 

@@ -17,7 +17,6 @@ from pipeworker.record.checkpoint.folder import CheckpointFolder
 from pipeworker.record.checkpoint.manifest import MANIFEST
 from pipeworker.record.files.atomic_file import is_partial_file, no_link, remove_partial_files
 from pipeworker.record.files.bounded_file import open_bounded
-from pipeworker.record.files.located import located
 from pipeworker.record.lock import is_locked
 
 _RUNS = Path("runs")
@@ -104,11 +103,11 @@ class RunDir:
 
         The descriptor of a directory whose file system is unmounted has a path that begins there.
         """
-        now = Path(located(self.root))
-        if now != self._path:
+        if self.descriptors:
             with suppress(OSError):
-                if now.samefile(self.root):
-                    self._path = now
+                found = self.root.readlink()
+                if found != self._path and found.samefile(self.root):
+                    self._path = found
         return self._path
 
     def host_log(self, name: str) -> Path:
