@@ -80,6 +80,7 @@ def kill_group(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(pid, 0)  # raises if all of them have ended, which is usual
         kill_all(lambda: processes_with(os.getpgid, {pid}))
+        os.killpg(pid, signal.SIGKILL)  # without a /proc, no process is listed
 
 
 def kill_all(members: Callable[[], set[int]]) -> None:
@@ -104,8 +105,12 @@ def processes_with(number_of: Callable[[int], int], numbers: Collection[int]) ->
     """Return the processes whose group or session, as `number_of` returns it, is of `numbers`."""
     import psutil  # here: it is rarely needed
 
-    found = set()
-    for pid in psutil.pids():
+    found: set[int] = set()
+    try:
+        pids = psutil.pids()
+    except IndexError:  # Linux without a /proc
+        return found
+    for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             if number_of(pid) in numbers:
                 found.add(pid)
