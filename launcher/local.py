@@ -70,7 +70,7 @@ class AgentProcess:
         )
 
     def introduced(self) -> None:
-        """Note that the agent runs: what ssh has printed before, as a banner, ends no agent."""
+        """Note that the agent runs: a banner that ssh has printed before is not why it ends."""
         if self._errors is not None:
             self._logged = os.fstat(self._errors.fileno()).st_size
 
