@@ -79,8 +79,10 @@ def kill_group(pid: int) -> None:
     """Kill the process group of a worker: the worker and the processes it started."""
     with suppress(ProcessLookupError):
         os.killpg(pid, 0)  # raises if all of them have ended, which is usual
-        kill_all(lambda: processes_with(os.getpgid, {pid}))
-        os.killpg(pid, signal.SIGKILL)  # without a /proc, no process is listed
+        if Path("/proc/self").exists():
+            kill_all(lambda: processes_with(os.getpgid, {pid}))
+        else:  # no process can be listed
+            os.killpg(pid, signal.SIGKILL)
 
 
 def kill_all(members: Callable[[], set[int]]) -> None:
@@ -105,12 +107,8 @@ def processes_with(number_of: Callable[[int], int], numbers: Collection[int]) ->
     """Return the processes whose group or session, as `number_of` returns it, is of `numbers`."""
     import psutil  # here: it is rarely needed
 
-    found: set[int] = set()
-    try:
-        pids = psutil.pids()
-    except IndexError:  # Linux without a /proc
-        return found
-    for pid in pids:
+    found = set()
+    for pid in psutil.pids():
         with suppress(ProcessLookupError, PermissionError):
             if number_of(pid) in numbers:
                 found.add(pid)
