@@ -46,13 +46,15 @@ class Judged(NamedTuple):
     """A balance, with its recompute modes; the smaller one in this order is the better one.
 
     Attributes:
-        excess: bytes over the limits, added up over the workers.
+        excess: the most bytes by which a worker exceeds its limit.
+        total: these bytes, added up over the workers.
         seconds: simulated seconds of a step, with the update of the weights.
         modes: recompute mode of each stage.
         path: a longest path through the step.
     """
 
     excess: int
+    total: int
     seconds: float
     balance: tuple[int, ...]
     modes: tuple[str, ...] = ()
@@ -214,22 +216,22 @@ class Divisions:
         """Return the step time of a balance under the best recompute modes."""
         known = self.judged.get(balance)
         if known is None:
-            excess, modes, works, transfers, update = self._prepare(balance)
+            excesses, modes, works, transfers, update = self._prepare(balance)
             seconds, path = self._graph(balance, modes).longest(works, transfers)
-            known = Judged(excess, seconds + update, balance, modes, path)
+            known = Judged(max(excesses), sum(excesses), seconds + update, balance, modes, path)
             self.judged[balance] = known
         return known
 
     def _prepare(
         self, balance: tuple[int, ...]
-    ) -> tuple[int, tuple[str, ...], list[float], Mapping[Edge, float], float]:
-        """Return excess, modes, the cost of each work and transfer, and the slowest update."""
+    ) -> tuple[list[int], tuple[str, ...], list[float], Mapping[Edge, float], float]:
+        """Return the excess of each worker, the modes, all costs, and the slowest update."""
         divided = ranges(balance)
         modes = [""] * self.stages
-        excess, update = 0, 0.0
+        excesses, update = [], 0.0
         for worker, numbers in enumerate(self.placement.held):
             chosen, _, over = self.fit(worker, [divided[n] for n in numbers])
-            excess += over
+            excesses.append(over)
             for number, mode in zip(numbers, chosen, strict=True):
                 modes[number] = mode
             own = sum([self.stage(number, divided[number])[0].update for number in numbers])
@@ -241,7 +243,7 @@ class Divisions:
         if self.has_transfers:
             sizes = edge_bytes(self.facts, divided)
             transfers = {edge: self.costs.transfer(size) for edge, size in sizes.items()}
-        return excess, tuple(modes), [*works, *(self.facts.handling,) * 2], transfers, update
+        return excesses, tuple(modes), [*works, *(self.facts.handling,) * 2], transfers, update
 
     def _graph(self, balance: tuple[int, ...], modes: tuple[str, ...]) -> StepGraph:
         """Return the graph of the step; skips and ties matter where transfers take time."""

@@ -51,6 +51,16 @@ def brute_force(
     return min(times, default=None)
 
 
+def least_excess(divisions: Divisions) -> int:
+    """Return the bytes by which the fullest worker of the best balance exceeds its limit."""
+    found = []
+    for inner in combinations(divisions.cuts, divisions.stages - 1):
+        balance = tuple(b - a for a, b in pairwise((0, *inner, divisions.layers)))
+        pairs = zip(divisions.peaks(balance), divisions.limits, strict=True)
+        found.append(max(peak - limit for peak, limit in pairs if limit is not None))
+    return min(found)
+
+
 @settings(max_examples=draws(6))
 @given(
     facts=networks(most=6),
@@ -73,6 +83,7 @@ def test_a_small_network_gets_the_search_balance_and_modes_of_all_that_fit(
     assert bool(found.excess) is (best is None)
     if best is None:
         assert "does not fit into the memory" in str(lacking(divisions, found))
+        assert found.excess == least_excess(divisions)
         return
     assert found.seconds == pytest.approx(best, rel=1e-12)
 
@@ -143,6 +154,16 @@ def test_an_error_names_the_stage_what_it_lacks_and_what_to_do() -> None:
     assert text.startswith("--stages 2: does not fit into the memory; with balance ")
     assert "recompute never, stage 0 would need 2.0 GB, 1.0 GB more than 1.0 GB" in text
     assert text.endswith("or a larger --memory")
+
+
+def test_an_error_names_the_balance_whose_fullest_worker_lacks_the_least() -> None:
+    # Both balances lack as much in total, and 1,2 takes less time.
+    layers = [layer(seconds, parameter_bytes=n) for seconds, n in ((5, 11), (1, 2), (1, 12))]
+    divisions = Divisions(network(layers, 10, 2), resolve("gpipe"), Placement.identity(2), 1)
+    found = search_balance(divisions)
+    assert divisions.peaks((1, 2)) == (11, 14)
+    assert divisions.peaks((2, 1)) == (13, 12)
+    assert (found.balance, found.excess) == ((2, 1), 3)
 
 
 def test_a_tight_network_of_many_layers_still_finds_a_balance_that_fits() -> None:
