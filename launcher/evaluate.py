@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import click
 
 from launcher import local
+from launcher.aside import run_aside, temporary_run
 from launcher.command import JSON, RUN
 from pipeworker.display.figures import evaluation_line
 from pipeworker.display.text import strict
@@ -61,16 +61,15 @@ def evaluate(
     path = _find(run, checkpoint, best=best)
     manifest = Manifest.read(path / MANIFEST)
     manifest.check_files(path)
-    with tempfile.TemporaryDirectory(prefix="pipeworker-") as folder:
-        job_file = _job_file(record, Path(folder, "job"))
+    with temporary_run() as place:
+        job_file = _job_file(record, place.path.parent / "job")
         local.check_job_file(job_file)
         options = _options(record, job_file, stages, arguments)
-        place = RunDir(Path(folder, "run"))
         link = place.checkpoints.at(manifest.step)
         link.parent.mkdir(parents=True)
         link.symlink_to(path.resolve())
         options = replace(options, resume=str(link), resume_step=manifest.step)
-        local.run_aside(options, place)
+        run_aside(options, place)
         row = rows.last(place.evaluation) or {}
     click.echo(json.dumps(strict(row)) if as_json else evaluation_line(Evaluation.of(row)))
 

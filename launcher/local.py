@@ -12,7 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from typing_extensions import assert_never
 
-from launcher.spec import Host, RemoteAgent
+from launcher.spec import RemoteAgent
 from launcher.supervisor import effects, events
 from launcher.supervisor.agents import host_problem
 from launcher.supervisor.effects import Effect
@@ -36,11 +36,9 @@ from pipeworker.host.lifetime import kill_group
 from pipeworker.host.line_process import LineProcess, start_agent, start_coordinator
 from pipeworker.host.signals import SignalSocket
 from pipeworker.host.suspend_clock import SuspendAwareClock
-from pipeworker.job.options import Options
 from pipeworker.record.files.atomic_file import open_file
-from pipeworker.record.lock import RunLock
 from pipeworker.record.run_record import summary_problem
-from pipeworker.record.rundir import RunDir, file_digest
+from pipeworker.record.rundir import file_digest
 from pipeworker.runs.begin import PreparedRun
 from pipeworker.wire import interfaces, lines
 from pipeworker.wire.keys import new_token
@@ -330,20 +328,6 @@ def run(prepared: PreparedRun, view: Style, agents: Sequence[RemoteAgent]) -> in
         prepared.run_dir.checkpoints.remove_leftovers()
     prepared.close(verdict, began=launch.has_begun)
     return verdict.exit_status
-
-
-def run_aside(options: Options, run_dir: RunDir) -> None:
-    """Run a job on this host in a directory of no run, and show errors alone.
-
-    Raises:
-        SystemExit: the job failed, and has said why.
-    """
-    for made in (run_dir.checkpoints.path, run_dir.logs):
-        made.mkdir(parents=True, exist_ok=True)
-    lock = RunLock(run_dir.lock, exclusive=False)
-    prepared = PreparedRun(options, RunDir.open(run_dir.path), lock, ExitStack())
-    if status := run(prepared, Style(quiet=True), (RemoteAgent(Host("", options.workers)),)):
-        sys.exit(status)
 
 
 def check_job_file(path: Path) -> None:

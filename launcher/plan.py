@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from launcher import local
+from launcher.aside import run_aside, temporary_run
 from launcher.command import PATH, Option
 from launcher.job_command import FileCommand
 from launcher.options import LAUNCH_PARAMETERS
@@ -47,7 +47,6 @@ from pipeworker.plan.planner.choices import (
 )
 from pipeworker.plan.planner.planner import whole_text
 from pipeworker.record.files.atomic_file import write_bytes
-from pipeworker.record.rundir import RunDir
 
 _OF_SCHEDULE = ("microbatches", "schedule", "virtual_stages", "recompute")
 """Options of `launch` that decide a schedule."""
@@ -192,9 +191,8 @@ def _measured(options: Options) -> NetworkFacts:
     """Return the facts of the layers, found by the start of the job, without a step."""
     slots = SLOTS if options.max_restarts else 1
     options = replace(options, plan_only=True, balance=None, max_restarts=0, checkpoint_every=END)
-    with tempfile.TemporaryDirectory(prefix="pipeworker-") as folder:
-        run_dir = RunDir(Path(folder))
-        local.run_aside(options, run_dir)
+    with temporary_run() as run_dir:
+        run_aside(options, run_dir)
         found = recorded_facts(run_dir)
     if found is None:
         raise PipeworkerError("plan: the facts of the layers were not recorded")

@@ -13,8 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pipeworker
+from pipeworker.host.streams import connect_to_null
 
 _PR_SET_PDEATHSIG = 1
+_IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that are sent to all processes of a job or host."""
 _TRACKER_SECONDS = 2.0
 """How long a resource tracker may take to end after the processes that it serves."""
 _ROOT = str(Path(pipeworker.__file__).parents[1])
@@ -36,6 +39,38 @@ def command(module: str, python: str = "", *words: str) -> list[str]:
     The `words` follow the module's name in ``sys.argv``; the default `python` is this interpreter.
     """
     return [python or sys.executable, "-c", _BOOT, _ROOT, module, *words]
+
+
+def start_survivor(name: str, follow: Callable[[int], None]) -> tuple[int, int]:
+    """Fork a child that outlives this process, to remove what it leaves if it is killed.
+
+    The child calls `follow` with the read end of a pipe, which this process's end closes, and ends.
+
+    Args:
+        name: the name that ``ps`` shows for the child (Linux).
+        follow: what the child does.
+
+    Returns:
+        The child's pid, 0 if the system grants no process, and the write end of the pipe.
+    """
+    reads, writes = os.pipe()
+    pid = 0
+    with suppress(OSError):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(writes)
+                os.setsid()
+                for number in _IGNORED:
+                    signal.signal(number, signal.SIG_IGN)
+                connect_to_null(0, 1, 2)  # their other ends wait for all that have them
+                with suppress(OSError):  # Linux
+                    Path("/proc/self/comm").write_text(name)
+                follow(reads)
+            finally:
+                os._exit(0)
+    os.close(reads)
+    return pid, writes
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:

@@ -16,19 +16,17 @@ import shutil
 import signal
 import tempfile
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from struct import Struct
 
 from pipeworker.host.device_files import remove_device_files
-from pipeworker.host.lifetime import kill_all, processes_with
-from pipeworker.host.streams import connect_to_null
+from pipeworker.host.lifetime import kill_all, processes_with, start_survivor
 
 _RECORD = Struct("=i")
 """The pid of a session's leader; negative once the session is no longer watched."""
 _LAST = -100
 """The priority of the exit handler that removes a folder of sockets: after those of its users."""
-_IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that are sent to all processes of a job or host."""
 
 
 class SessionWatcher:
@@ -42,19 +40,7 @@ class SessionWatcher:
     """
 
     def __init__(self, folder: str = "") -> None:
-        reads, self._writes = os.pipe()
-        self._pid = 0
-        with suppress(OSError):
-            self._pid = os.fork()
-            if self._pid == 0:
-                try:
-                    os.close(self._writes)
-                    _watch(reads)
-                    if folder:
-                        shutil.rmtree(folder, ignore_errors=True)  # the agent does so too
-                finally:
-                    os._exit(0)
-        os.close(reads)
+        self._pid, self._writes = start_survivor("watcher", partial(_watch, folder))
 
     def add(self, leader: int) -> None:
         """Watch the session of a worker."""
@@ -120,14 +106,8 @@ def keep_sockets_folder(folder: str) -> None:
             os.utime(folder)
 
 
-def _watch(reads: int) -> None:
+def _watch(folder: str, reads: int) -> None:
     """Follow the sessions until no process can add another, then kill what is left in them."""
-    os.setsid()
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
-    connect_to_null(0, 1, 2)  # their other ends wait for all that have them
-    with suppress(OSError):  # Linux
-        Path("/proc/self/comm").write_text("watcher")
     leaders: set[int] = set()
     while record := os.read(reads, _RECORD.size):
         (leader,) = _RECORD.unpack(record)
@@ -139,3 +119,5 @@ def _watch(reads: int) -> None:
         kill_all(lambda: processes_with(os.getsid, leaders))
     for leader in leaders:
         remove_device_files(leader)
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)  # the agent does so too
