@@ -13,7 +13,12 @@ from pipeworker.errors import SnapshotLost
 from pipeworker.record.checkpoint.frozen_weights import frozen_name
 from pipeworker.record.checkpoint.json_state import Tensors
 from pipeworker.record.checkpoint.manifest import WorkerFiles
-from pipeworker.record.checkpoint.snapshot_memory import Chunk, FileContent, SnapshotMemory
+from pipeworker.record.checkpoint.snapshot_memory import (
+    Chunk,
+    FileContent,
+    LacksMemory,
+    SnapshotMemory,
+)
 from pipeworker.record.checkpoint.stage_state import StageState, TensorContent, WorkerContent
 from pipeworker.record.checkpoint.tensor_file import TensorInfo, file_layout, raw_bytes
 
@@ -38,7 +43,7 @@ class SafetensorsLayout:
         The frozen ones come first. Room for the same names, shapes and dtypes is used again.
 
         Raises:
-            OSError: there is not enough memory.
+            LacksMemory: there is not enough memory.
         """
         tensors, metadata, frozen = content.tensors, content.metadata, content.frozen
         infos = _infos(tensors)
@@ -77,15 +82,15 @@ class SnapshotBuffer:
         elsewhere: Collection[int],
         position: Mapping[str, Any] | None,
         most: Callable[[], int] | None,
-    ) -> CopyPairs | None:
+    ) -> CopyPairs:
         """Begin a snapshot, and return the copies that the caller still has to make.
 
         Those are of weights and optimizer state, which do not change until the next update; all
-        else is copied at once. See :meth:`WorkerContent.of` for the arguments. If the memory would
-        grow by more than the bytes that `most` returns, nothing is copied and None is returned.
+        else is copied at once. See :meth:`WorkerContent.of` for the arguments.
 
         Raises:
-            OSError: there is not enough memory.
+            LacksMemory: there is not enough memory, or it would grow by more than the bytes that
+                `most` returns.
             UsageError: a state holds something else than tensors and plain values.
         """
         content = WorkerContent.of(stages, elsewhere, position)
@@ -93,7 +98,7 @@ class SnapshotBuffer:
         size = sum(tensor.nbytes for file in files for tensor in file.tensors.values())
         growth = size - self.memory.size
         if most is not None and growth > 0 and growth > most():
-            return None
+            raise LacksMemory
         self.memory.write(2, b"")
         self._plain = content.plain
         unchanged = {t.data_ptr() for stage in stages for t in stage.changed_by_update()}
@@ -107,7 +112,11 @@ class SnapshotBuffer:
         return later
 
     def commit(self, step: int) -> None:
-        """Complete the snapshot: it is the state after `step`."""
+        """Complete the snapshot: it is the state after `step`.
+
+        Raises:
+            LacksMemory: there is not enough memory.
+        """
         self.memory.write(2, _plain_file(self._plain, step, self._ranks))
 
     def fill(
@@ -117,18 +126,11 @@ class SnapshotBuffer:
         elsewhere: Collection[int] = (),
         position: Mapping[str, Any] | None = None,
         most: Callable[[], int] | None = None,
-    ) -> bool:
-        """Make a whole snapshot of the state after `step` at once; see :meth:`begin`.
-
-        Return whether it was made: the memory may not grow by more than `most` returns.
-        """
-        pairs = self.begin(stages, elsewhere, position, most)
-        if pairs is None:
-            return False
-        for view, tensor in pairs:
+    ) -> None:
+        """Make a whole snapshot of the state after `step` at once; see :meth:`begin`."""
+        for view, tensor in self.begin(stages, elsewhere, position, most):
             view.copy_(tensor)
         self.commit(step)
-        return True
 
 
 def file_contents(

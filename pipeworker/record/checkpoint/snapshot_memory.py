@@ -6,6 +6,7 @@ it. Imports no torch: the process that writes the memory to disk needs none.
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -32,6 +33,14 @@ MEMORY = Path("/proc/self/fd")
 """The folder in which this process can read the files of memory."""
 _CHUNK = 1 << 18
 _NICENESS = 10
+
+
+class LacksMemory(OSError):
+    """The memory that a snapshot needs and does not get."""
+
+    def __init__(self, error: OSError | None = None) -> None:
+        reason = f": {error.strerror}" if error else ""
+        super().__init__(errno.ENOMEM, f"too little memory is available{reason}")
 
 
 class SnapshotMemory:
@@ -65,19 +74,25 @@ class SnapshotMemory:
         """Resize a file to `size` bytes, and map it.
 
         Raises:
-            OSError: there is not enough memory.
+            LacksMemory: there is not enough memory.
         """
-        os.ftruncate(self.handles[number], size)
-        return mmap.mmap(self.handles[number], size)
+        try:
+            os.ftruncate(self.handles[number], size)
+            return mmap.mmap(self.handles[number], size)
+        except OSError as error:
+            raise LacksMemory(error) from None
 
     def write(self, number: int, data: bytes) -> None:
         """Replace the content of a file.
 
         Raises:
-            OSError: there is not enough memory.
+            LacksMemory: there is not enough memory.
         """
-        os.ftruncate(self.handles[number], len(data))
-        os.pwrite(self.handles[number], data, 0)
+        try:
+            os.ftruncate(self.handles[number], len(data))
+            os.pwrite(self.handles[number], data, 0)
+        except OSError as error:
+            raise LacksMemory(error) from None
 
     def close(self) -> None:
         """Close the descriptors. Idempotent."""

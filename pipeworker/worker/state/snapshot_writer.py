@@ -25,7 +25,12 @@ from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.host.task_thread import TaskThread
 from pipeworker.record.checkpoint.manifest import file_names
 from pipeworker.record.checkpoint.snapshot_buffer import CopyPairs, SnapshotBuffer, file_contents
-from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory, write_contents, write_files
+from pipeworker.record.checkpoint.snapshot_memory import (
+    LacksMemory,
+    SnapshotMemory,
+    write_contents,
+    write_files,
+)
 from pipeworker.record.checkpoint.stage_state import StageState
 from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
 from pipeworker.worker.device.accelerator import Accelerator
@@ -129,9 +134,6 @@ class SnapshotWriter:
         forwards change, which the first snapshot of a worker finds out. `elsewhere` has the ids of
         parameters whose optimizer state another stage writes. If there is too little memory for a
         copy, no snapshot is made, and a checkpoint is written at once.
-
-        Raises:
-            OSError: there is not enough memory.
         """
         self._raise()
         make_mirror, self._make_mirror = self._make_mirror, None
@@ -140,13 +142,13 @@ class SnapshotWriter:
         began = time.monotonic()
         buffer = self._buffers[copy.slot]
         room = self._free if copy.save else self._room
-        pairs = buffer.begin(parts, elsewhere, position, room)
-        if pairs is None and copy.save:
-            self._send(self._write_directly(copy.step, parts, elsewhere, position))
-            return
-        if pairs is None:  # the coordinator still waits for it, and requests no other
-            self.lacked_memory = True
-            streams.note(f"no snapshot of step {copy.step}: too little memory is available")
+        try:
+            pairs = buffer.begin(parts, elsewhere, position, room)
+        except LacksMemory as lack:
+            if copy.save:
+                self._send(self._write_directly(copy.step, parts, elsewhere, position, lack))
+            else:
+                self._lacks_memory(copy.step, lack)
             return
         at_once = [pair for pair in pairs if self._watch.may_change(pair[1])]
         pairs = [pair for pair in pairs if not self._watch.may_change(pair[1])]
@@ -181,9 +183,10 @@ class SnapshotWriter:
         self._raise()
         buffer = self._buffers[save.slot]
         try:
-            if not buffer.fill(save.step, parts, elsewhere, position, self._free):
-                return self._write_directly(save.step, parts, elsewhere, position)
+            buffer.fill(save.step, parts, elsewhere, position, self._free)
             files = write_files(buffer.memory.handles, self._folder(save.step), self._names)
+        except LacksMemory as lack:
+            return self._write_directly(save.step, parts, elsewhere, position, lack)
         except RecordError as error:
             return Saved(self._rank, save.step, error=str(error))
         return Saved(self._rank, save.step, files)
@@ -220,13 +223,22 @@ class SnapshotWriter:
         empty = sum(not buffer.memory.size for buffer in self._buffers)
         return self._free() // (_SPARE * max(1, empty))
 
+    def _lacks_memory(self, step: int, lack: LacksMemory) -> None:
+        """Report that there is no snapshot: the coordinator waits for it, and requests no other."""
+        self.lacked_memory = True
+        streams.note(f"no snapshot of step {step}: {lack.strerror}")
+
     def _write_directly(
-        self, step: int, parts: Sequence[StageState], elsewhere: set[int], position: Position
+        self,
+        step: int,
+        parts: Sequence[StageState],
+        elsewhere: set[int],
+        position: Position,
+        lack: LacksMemory,
     ) -> Saved:
         """Write this worker's part of a checkpoint from the state itself, after earlier writes."""
         streams.note(
-            f"the checkpoint of step {step} is written before the next step: too little memory is "
-            "available to copy it"
+            f"the checkpoint of step {step} is written before the next step: {lack.strerror}"
         )
         self._writes.finish()
         contents = file_contents(step, self._names, self._ranks, parts, elsewhere, position)
@@ -262,7 +274,14 @@ class SnapshotWriter:
         with torch.no_grad(), stream:
             for view, tensor in pairs:
                 view.copy_(tensor)
-        buffer.commit(copy.step)
+        try:
+            buffer.commit(copy.step)
+        except LacksMemory as lack:
+            self._lacks_memory(copy.step, lack)
+            if copy.save:
+                self._send(Saved(self._rank, copy.step, error=str(lack.strerror)))
+            self._copied.set()
+            return
         seconds += time.thread_time() - began
         if self._mirror is None:
             self._copied_last = copy.step, seconds

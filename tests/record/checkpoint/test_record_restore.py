@@ -107,7 +107,7 @@ def test_a_worker_with_several_stages_restores_from_unnamed_files() -> None:
     memories = [SnapshotMemory() for _ in first.parts()]
     try:
         for part, memory in zip(first.parts(), memories, strict=True):
-            assert SnapshotBuffer(memory).fill(STEPS, [part], first.elsewhere)
+            SnapshotBuffer(memory).fill(STEPS, [part], first.elsewhere)
         second = Stages(model(1), (4,), OPTIMIZERS["decay"])
         restore([WorkerFiles(*memory.paths) for memory in memories], second.parts(), TIE)
     finally:
@@ -339,7 +339,7 @@ def test_a_snapshot_that_does_not_fit_is_named_without_a_path() -> None:
     names, memory = LayerNames(("0",)), SnapshotMemory()
     with closing(memory):
         part = StageState(names, [saved], [saved.state_dict()])
-        assert SnapshotBuffer(memory).fill(STEPS, [part], ())
+        SnapshotBuffer(memory).fill(STEPS, [part], ())
         own = StageState(names, [built], [built.state_dict()])
         with pytest.raises(UsageError, match=r"^the snapshot in memory is not of the model that"):
             restore([WorkerFiles(*memory.paths)], [own])

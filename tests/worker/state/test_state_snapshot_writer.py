@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import queue
+import resource
 import subprocess
 import sys
 import threading
@@ -339,6 +340,37 @@ def test_snapshots_in_all_slots_take_half_of_the_memory_or_there_are_none(
     available -= layer_writer.memories[0].size
     layer_writer.copy(3, 1)
     assert layer_writer.writer.complete[0] == 3
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Limit the size of this process's files, in memory and on disk, as ``ulimit -f`` does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_limit_on_the_size_of_files_leaves_out_snapshots(
+    layer_writer: WriterOfLayer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    writer, reason = layer_writer.writer, "too little memory is available: File too large\n"
+    with files_of_at_most(1000):
+        layer_writer.copy(1, 0)
+        assert (writer.complete[0], writer.lacked_memory) == (-1, True)
+        assert capfd.readouterr()[1] == f"[pipeworker] no snapshot of step 1: {reason}"
+        saved = writer.save(Save(1, 0), layer_writer.parts, set(), None)
+        assert saved.error.endswith(": cannot be written: File too large")
+        assert capfd.readouterr()[1].endswith(f"is written before the next step: {reason}")
+    layer_writer.copy(2, 0)
+    assert writer.complete[0] == 2
+    with files_of_at_most(0):  # there is room for the tensors, but none to complete it
+        layer_writer.copy(3, 0)
+        assert layer_writer.save(4).error == reason.strip()
+    assert writer.complete[0] == 2
+    assert not layer_writer.save(5).error
 
 
 @pytest.mark.parametrize("beside_steps", [True, False])
