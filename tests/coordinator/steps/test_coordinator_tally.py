@@ -61,6 +61,14 @@ def test_token_weighted_losses_divide_by_the_count() -> None:
     assert update == Update(1, divisor=4.0, scale=1 / (2 + 1e-6))
 
 
+def test_a_count_below_one_divides_too() -> None:
+    """A count may be a sum of weights."""
+    row, update = stepped(
+        ScriptedJob(1).running(), losses=(0.5, 0.0), counts=(0.25, 0.0), squares=(1.0,)
+    )
+    assert (row.loss, row.grad_norm, update) == (2.0, 4.0, Update(1, divisor=0.25))
+
+
 def test_without_clipping_a_count_divides_and_nothing_scales() -> None:
     """The plain loop divides by the count too: a product with 1/count would differ in a bit."""
     _, update = stepped(ScriptedJob(2).running(), losses=(6.0, 0.0), counts=(3.0, 4.0))

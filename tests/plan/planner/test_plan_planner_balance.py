@@ -179,6 +179,33 @@ def test_a_tight_network_of_many_layers_still_finds_a_balance_that_fits() -> Non
     assert max(divisions.peaks(found.balance)) <= 420
 
 
+def test_a_balance_that_fits_is_found_where_there_is_one() -> None:
+    order, fitting = resolve("1f1b"), []
+    for seed in range(40):
+        drawn, workers = Random(seed), 2 + seed % 3
+        layers = [
+            layer(
+                drawn.uniform(0.1, 5),
+                drawn.uniform(0.1, 9),
+                parameter_bytes=drawn.choice([0, 10, 500, 2000]),
+                saved_bytes=drawn.randrange(300),
+                output_bytes=drawn.randrange(200),
+            )
+            for _ in range(8)
+        ]
+        facts, placement = network(layers), Placement.identity(workers)
+        divisions = Divisions(facts, order, placement, 6)
+        limits = [
+            int(drawn.choice([0.8, 1, 1.2]) * peak) for peak in divisions.peaks(divisions.even)
+        ]
+        divisions = Divisions(replace(facts, limits=tuple(limits)), order, placement, 6)
+        found = balances._any_fitting(divisions)
+        fitting.append(found is not None)
+        assert fitting[-1] is (least_excess(divisions) <= 0)
+        assert found is None or not divisions.judge(found).excess
+    assert 5 < sum(fitting) < 35
+
+
 def test_a_plan_predicts_the_step_that_the_simulator_simulates() -> None:
     facts = network([layer(update=0.5)] * 8)
     plan = plan_order(facts, resolve("gpipe"), Placement.identity(4), 8)

@@ -129,6 +129,13 @@ def test_weights_of_one_kind_are_one_file(tmp_path: Path, kind: str) -> None:
         assert {file.name for file in path.glob("*.safetensors")} == {*NAMES[:2]}
 
 
+def test_a_longer_earlier_file_is_not_shared(tmp_path: Path) -> None:
+    run, net = RunDir(tmp_path / "run"), layers()
+    with (complete(run, 1, net) / FROZEN).open("ab") as file:
+        file.write(b"more")
+    Checkpoint(complete(run, 2, net)).verify()
+
+
 def test_a_link_in_place_of_the_earlier_file_is_not_followed(tmp_path: Path) -> None:
     run, net = RunDir(tmp_path / "run"), layers()
     first = complete(run, 1, net)

@@ -147,3 +147,12 @@ def test_parts_of_one_memory_that_do_not_overlap_are_no_tie() -> None:
     a, b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     a.weight.data, b.weight.data = flat[:4].view(2, 2), flat[4:].view(2, 2)
     reject_common_memory([a, b])
+
+
+def test_a_tensor_that_overlaps_a_longer_one_before_a_shorter_one_is_found() -> None:
+    flat = torch.randn(8)
+    a, b = nn.Linear(2, 4, bias=False), nn.Linear(2, 1, bias=False)
+    a.weight.data, b.weight.data = flat.view(4, 2), flat[4:6].view(1, 2)
+    a.register_buffer("seen", flat[1:2])
+    with pytest.raises(UsageError, match=r"^layers 0 and 1: 0\.weight and 1\.weight are two"):
+        reject_common_memory([a, b])
