@@ -209,14 +209,19 @@ class RunFiles:
         prune = partial(self.run_dir.checkpoints.prune, self.options.keep, criterion)
         self._remove("an old checkpoint", prune)
 
-    def _open_rows(self, path: Path) -> None:
-        self._rows[path] = Rows(path)
-
     def _append(self, path: Path, row: dict[str, Any]) -> None:
-        if path not in self._rows:
-            self._write(path, partial(self.descriptors.run, partial(self._open_rows, path)))
-        if path in self._rows:
-            self._write(path, partial(self._rows[path].add, row), "its rows wait for room")
+        first = path not in self._rows
+        if first:
+            self._rows[path] = Rows(path, later=True)
+        rows = self._rows[path]
+
+        def add() -> None:
+            rows.append(row)
+            if first:
+                self.descriptors.run(rows.open)
+            rows.flush()
+
+        self._write(path, add, "its rows wait for room")
         if self._extras:
             self._write_extras(partial(self._extras.add, path, row))
 

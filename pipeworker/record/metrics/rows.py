@@ -27,15 +27,30 @@ class Rows:
 
     Opening the file removes a row that a killed process left incomplete. A row that a full disk
     does not take is kept, and written again with the next one.
+
+    Args:
+        path: the file.
+        later: whether the first row opens it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, later: bool = False) -> None:
         self._path = path
         self._pending: deque[bytes] = deque()
-        self._file = no_link(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        end = next(reversed_lines(path), b"\n")
-        if not end.endswith(b"\n"):
-            os.ftruncate(self._file, os.fstat(self._file).st_size - len(end))
+        self._file = -1
+        if not later:
+            self.open()
+
+    def open(self) -> None:
+        """Open the file. Idempotent.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        if self._file < 0:
+            self._file = no_link(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            end = next(reversed_lines(self._path), b"\n")
+            if not end.endswith(b"\n"):
+                os.ftruncate(self._file, os.fstat(self._file).st_size - len(end))
 
     def add(self, row: Row) -> None:
         """Write a row, behind the rows that are pending.
@@ -44,16 +59,25 @@ class Rows:
             OSError: the disk is full, or the file was removed; the row is pending then. Or the row
                 is longer than readers accept, and is not written.
         """
+        self.append(row)
+        self.flush()
+
+    def append(self, row: Row) -> None:
+        """Make a row pending.
+
+        Raises:
+            OSError: the row is longer than readers accept.
+        """
         line = (json.dumps(row) + "\n").encode()
         if len(line) >= MAX_ROW_BYTES:
             text = f"the row of step {row['step']} has {len(line)} bytes; record fewer metrics"
             raise OSError(errno.EFBIG, text, str(self._path))
         self._pending.append(line)
-        self.flush()
 
     def flush(self) -> None:
         """Write the rows that are pending; raises as :meth:`add`."""
         while self._pending:
+            self.open()
             found = os.fstat(self._file)
             if not found.st_nlink:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
@@ -82,10 +106,12 @@ class Rows:
 
         Another thread may add rows meanwhile.
         """
-        os.fsync(self._file)
+        if self._file >= 0:
+            os.fsync(self._file)
 
     def close(self) -> None:
-        os.close(self._file)
+        if self._file >= 0:
+            os.close(self._file)
 
 
 def read(path: Path) -> Iterator[Row]:

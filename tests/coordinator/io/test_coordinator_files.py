@@ -22,10 +22,11 @@ from pipeworker.coordinator.io.files import RunFiles
 from pipeworker.coordinator.io.parent import ParentProcess
 from pipeworker.coordinator.io.result_thread import ResultThread
 from pipeworker.coordinator.service import read_start
-from pipeworker.facts.step import StepResult
+from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.host.descriptors import DescriptorReserve
 from pipeworker.job.options import Options
 from pipeworker.record import run_record
+from pipeworker.record.files import atomic_file
 from pipeworker.record.metrics import rows
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire.lines import Configuration, FromCoordinator, Snapshot, Verdict, Warned
@@ -58,13 +59,19 @@ class Disk:
     full = False
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._write = os.write
+        self._write, self._open = os.write, atomic_file.no_link
         monkeypatch.setattr(os, "write", self.write)
+        monkeypatch.setattr(rows, "no_link", self.open)
         monkeypatch.setattr(os, "fsync", self.check)
 
     def write(self, handle: int, data: bytes) -> int:
         self.check(handle)
         return self._write(handle, data)
+
+    def open(self, path: Path, flags: int) -> int:
+        if self.full and not path.exists():  # it has no inode left
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._open(path, flags)
 
     def check(self, handle: int) -> None:
         if self.full and stat.S_ISREG(os.fstat(handle).st_mode):
@@ -168,6 +175,23 @@ def test_rows_wait_on_a_full_disk_with_one_warning(
     assert recorded(run_dir) == [1, 2, 3, 4, 5, 6]
     assert len(listener.received) == 4
     assert '"number": 3' in run_dir.plan.read_text()
+    assert handled == []
+
+
+def test_rows_wait_for_room_also_if_their_file_cannot_be_created(
+    files: RunFiles, run_dir: RunDir, disk: Disk, listener: Listener, handled: list[Event]
+) -> None:
+    run_dir.checkpoints.partial(3).mkdir()
+    disk.full = True
+    for step in (1, 2):
+        files.add_evaluation(Evaluation(step, 0.5))
+    reason = "No space left on device"
+    full = f"{run_dir.evaluation}: cannot be written: {reason}; its rows wait for room"
+    assert listener.received == [Warned(full)]
+    assert reason in commit(files, handled).error
+    disk.full = False
+    assert not commit(files, handled).error
+    assert [row["step"] for row in rows.read(run_dir.evaluation)] == [1, 2]
     assert handled == []
 
 
