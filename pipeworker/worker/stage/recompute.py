@@ -68,12 +68,6 @@ class Buffers:
         """Start a mini-batch: no forward waits for its recompute."""
         self._waiting = 0
 
-    def follow(self, slot: Slot, buffer: torch.Tensor | None, copy: torch.Tensor | None) -> None:
-        """Take the copy that a slot has now for the buffer that it had."""
-        copied = self._unchanged.get(slot)
-        if copied is not None and copied.is_of(buffer):
-            copied.watch(copy)
-
     @contextmanager
     def first_forward(self, mb: MicroBatch) -> Iterator[None]:
         """Keep the values from which the forward inside the context starts."""
@@ -255,12 +249,8 @@ class _Copied:
 
     def __init__(self, slot: Slot, copy: torch.Tensor | None) -> None:
         self.copy = copy
-        self.watch(get_slot(slot))
-
-    def watch(self, buffer: torch.Tensor | None) -> None:
-        """Take the buffer as it is now for the one that was copied."""
-        self._buffer = buffer
-        self._version = 0 if buffer is None else version_of(buffer)
+        self._buffer = get_slot(slot)
+        self._version = 0 if self._buffer is None else version_of(self._buffer)
 
     def is_of(self, now: torch.Tensor | None) -> bool:
         """Return whether a tensor is the buffer, with the same version.

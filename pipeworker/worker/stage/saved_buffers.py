@@ -27,7 +27,6 @@ from pipeworker.worker.internals import (
 )
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.offload import Offload, Packed, addresses_of
-from pipeworker.worker.stage.recompute import Buffers
 from pipeworker.worker.stage.slots import Copies, Slot, copy_of, get_slot, is_small, set_slot
 from pipeworker.worker.stage.values import checksums, distinct_tensors, versions
 
@@ -45,10 +44,8 @@ class SavedBuffers:
     stay on the device.
     """
 
-    def __init__(
-        self, layers: Sequence[nn.Module], buffers: Buffers, offload: Offload | None = None
-    ) -> None:
-        self._buffers, self._offload = buffers, offload
+    def __init__(self, layers: Sequence[nn.Module], offload: Offload | None = None) -> None:
+        self._offload = offload
         whole = nn.ModuleList(layers)
         self._modules, self._weights = [*whole.modules()], [*whole.parameters()]
         self._slots: list[Slot] | None = None
@@ -67,9 +64,7 @@ class SavedBuffers:
             self._slots = _saved_and_changing(before, mb.output)
         copies: Copies = {}
         for slot in self._slots:
-            buffer = get_slot(slot)
-            set_slot(slot, copy_of(buffer, copies))
-            self._buffers.follow(slot, buffer, get_slot(slot))
+            set_slot(slot, copy_of(get_slot(slot), copies))
         if copies and self._offload is not None:
             self._offload.leave(copies.values())
 

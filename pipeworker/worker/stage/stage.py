@@ -75,7 +75,7 @@ class Stage:
         self._buffers = Buffers(self.layers)
         self._borrowing = config.borrowing
         self._offload = Offload(self.layers, copies) if copies is not None else None
-        self._saved = SavedBuffers(self.layers, self._buffers, self._offload)
+        self._saved = SavedBuffers(self.layers, self._offload)
         self._shared = SharedBuffers(self.layers, config.first, config.shared_buffers)
         self._input_changes: bool | None = None
         self._weights = [*nn.ModuleList(self.layers).parameters()]  # each once

@@ -190,6 +190,77 @@ def test_a_buffer_that_others_change_between_two_forwards_is_seen_so() -> None:
             assert layer() == first[mb.number]
 
 
+class Large(Counter):
+    """Changes a large table, which is not copied before, in its third forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.ones(1 << 15)
+
+    def forward(self) -> float:
+        if self.count == 2:
+            self.change()
+        return super().forward() + (0.0 if self.table is None else float(self.table[0]))
+
+    def change(self) -> None:
+        self.table *= 2
+
+
+class Dropping(Large):
+    """Has none any more."""
+
+    def change(self) -> None:
+        self.table = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", [Large, Dropping])
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_large_buffer_may_begin_to_change_while_forwards_wait(
+    kind: type[Large], kept: int
+) -> None:
+    """The forward that changes it keeps its graph, or is recomputed as the ones before."""
+    layer, plain = kind(), kind()
+    buffers, first, second = Buffers([layer]), [], []
+    mbs = microbatches(3 - kept)
+    for mb in mbs:
+        with buffers.first_forward(mb):
+            first.append(layer())
+    for _ in range(kept):
+        layer()
+    for mb in mbs:
+        with buffers.second_forward(mb):
+            second.append(layer())
+    assert first == second == [plain() for _ in mbs]
+    assert (layer.table is None) is (kind is Dropping)
+    assert layer.table is None or layer.table[0] == 2
+
+
+class Scaling(nn.Module):
+    """Multiplies by what others have set, if they have."""
+
+    def __init__(self, *, declared: bool) -> None:
+        super().__init__()
+        if declared:
+            vars(self)["scale"] = None
+
+    def forward(self) -> float:
+        scale = vars(self).get("scale")
+        return 1.0 if scale is None else float(scale[0])
+
+
+@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize("size", [1, 1 << 15])
+def test_an_attribute_that_others_set_between_two_steps_is_seen(
+    size: int, *, declared: bool
+) -> None:
+    layer = Scaling(declared=declared)
+    buffers = Buffers([layer])
+    assert run_twice(layer, buffers, 2) == ([1.0] * 2, [1.0] * 2)
+    layer.scale = torch.full((size,), 7.0)
+    buffers.begin()
+    assert run_twice(layer, buffers, 2) == ([7.0] * 2, [7.0] * 2)
+
+
 def test_a_batch_norm_may_begin_to_train_at_any_time() -> None:
     """Its count alone leaves a trace."""
     norm, plain = nn.BatchNorm1d(2).eval(), nn.BatchNorm1d(2)

@@ -14,7 +14,6 @@ from pipeworker.worker.internals import FakeTensorMode
 from pipeworker.worker.stage.layers import StageConfig
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.offload import Copies
-from pipeworker.worker.stage.recompute import Buffers
 from pipeworker.worker.stage.saved_buffers import SavedBuffers
 from pipeworker.worker.stage.stage import Stage
 
@@ -142,7 +141,7 @@ def test_fake_tensors_have_no_bits_to_compare() -> None:
     with FakeTensorMode():
         layer, scale, mb = nn.Identity(), torch.ones(WIDTH), MicroBatch(0)
         layer.register_buffer("scale", scale)
-        saved = SavedBuffers([layer], Buffers([layer]))
+        saved = SavedBuffers([layer])
         with saved.forward(mb):
             mb.output = scale.mul_(2) * torch.ones(2, WIDTH)
     assert saved.is_empty

@@ -13,6 +13,13 @@ from pipeworker.facts.connections import Tie
 from pipeworker.worker.update.ties import Ties, reject_common_memory, separate, shared_parameters
 
 
+def test_a_separated_parameter_keeps_the_attributes_that_an_optimizer_may_read() -> None:
+    a = nn.Linear(2, 2)
+    vars(a.weight)["no_decay"] = True
+    copied = separate(a, ["weight"])
+    assert vars(copied.get_parameter("weight")) == {"no_decay": True}
+
+
 def never(_: int) -> nn.Module:
     raise AssertionError("nothing is to be built")
 
