@@ -123,17 +123,18 @@ class Buffers:
     def _watch_attributes(self, changing: Collection[Slot]) -> None:
         """Note the attributes that later forwards may set, beside those that are changing.
 
-        They are None, absent, or tensors. A tensor needs no copy: another one will be assigned.
+        They are None, absent, or tensors. A tensor needs no copy: another one will be assigned. A
+        parameter is that of another module, which optimizers change and forwards do not.
         """
         self._known = [(module, vars(module), {*vars(module)}) for module in self._modules]
         for module, attributes, names in self._known:
             for name in names - _OF_EVERY_MODULE:
                 slot, value = (module, name), attributes[name]
-                lasts = isinstance(value, torch.Tensor) and not value.requires_grad
+                is_state = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
                 if value is None:
                     self._none.append((slot, attributes))
-                elif lasts and slot not in changing:
-                    self._unchanged[slot] = _Copied(slot, value)
+                elif is_state and slot not in changing:
+                    self._unchanged[slot] = _Copied(slot, value.detach())
 
     def _appeared(self) -> list[tuple[Slot, Any]]:
         """Return the attributes that are tensors by now, and what they were: None or absent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -137,16 +138,16 @@ class Table(nn.Module):
 
     count: torch.Tensor
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, requires_grad: bool = False) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros(()))
-        self.table = torch.ones(size)
+        self.table = torch.ones(size, requires_grad=requires_grad)
 
     def forward(self, x: float) -> float:
         self.count += 1
         if self.count == 5:
-            self.table = self.table * 7
-        return x * float(self.table[0])
+            self.table = self.table * 7  # with a graph behind it, as an output that is kept
+        return x * float(self.table.detach()[0])
 
 
 @pytest.mark.parametrize("size", [1, 1 << 15])
@@ -156,6 +157,7 @@ class Table(nn.Module):
         lambda size: Late(size, declared=True),
         lambda size: Late(size, declared=False),
         Table,
+        partial(Table, requires_grad=True),
     ],
 )
 def test_an_attribute_that_is_assigned_late_is_as_in_the_first_forward(
