@@ -7,6 +7,7 @@ the user's, so the command line of this installation is imported with that folde
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def script() -> None:
 def _run(name: str, *, rank: bool) -> None:
     """Import and run the command line of this installation, as a rank of torchrun or not."""
     try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what started this process may ignore it
         if _START_JOBS.intersection(sys.argv[1:2]):
             signals.handle_before_job()
         streams.open_missing()

@@ -231,7 +231,6 @@ class Agent:
     def _leave(self, parent: int) -> None:
         """Give a forked child a session, signals and streams of its own."""
         self._signals.close()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the agent's parent may ignore it
         die_with_parent(parent)
         os.setsid()
         connect_to_null(0)
