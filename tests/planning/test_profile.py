@@ -11,6 +11,8 @@ import pytest
 
 from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
+from pipeworker.record.rundir import RunDir
+from pipeworker.trace.timeline import read_timeline
 from support.real_jobs.compare import assert_same
 from support.real_jobs.jobs import Jobs, Reference
 from support.real_jobs.sources import DIES, JOB
@@ -42,13 +44,14 @@ def test_each_worker_profiles_the_steps_once(jobs: Jobs, reference: Reference) -
 
 
 def test_a_worker_in_place_of_a_lost_one_profiles_what_has_no_file(jobs: Jobs) -> None:
-    words = (*WORDS, "--steps", "5", "--profile-steps", "1:5", "--snapshot-every", "1")
+    words = (*WORDS, "--steps", "5", "--profile-steps", "1:4", "--snapshot-every", "1", "--trace")
     run = jobs.train(*words, "--", "kill", source=DIES)
     names = sorted(path.name for path in (run.path / "profile").iterdir())
-    assert [re.sub(r"-\d-5", "", name) for name in names] == [
+    assert [re.sub(r"-\d-4", "", name) for name in names] == [
         "worker-0-steps.json.gz",
         "worker-1-steps.json.gz",
     ]
+    assert read_timeline(RunDir(run.path)).recorded[-1] == 5  # also once actions are not labelled
 
 
 @pytest.mark.parametrize("text", ["3", "0:2", "4:3", "a:b", "1:2:3", ":", "1:"])

@@ -200,11 +200,20 @@ class Executor:
 
     def set_actions(self, actions: Sequence[Action]) -> int:
         """Run these actions from the next step on; return the number of their program."""
+        self._compile(actions, self._program.number + 1)
+        return self._program.number
+
+    def label(self, labels: bool) -> None:
+        """Decide whether torch's profiler shows each action under its name."""
+        self._labels = labels
+        self._compile(self._program.actions, self._program.number)
+
+    def _compile(self, actions: Sequence[Action], number: int) -> None:
         program = compile_program(
             actions,
             self._wiring,
             self.feed.load,
-            self._program.number + 1,
+            number,
             on_device=self._stopwatch is not None,
         )
         if self._labels:
@@ -212,12 +221,6 @@ class Executor:
             labels = [(labelled(handle, str(a)), m, watch) for (handle, m, watch), a in named]
             program = replace(program, instructions=labels)
         self._program = program
-        return program.number
-
-    def label(self, labels: bool) -> None:
-        """Decide whether torch's profiler shows each action under its name."""
-        self._labels = labels
-        self.set_actions(self._program.actions)
 
     def planned_memory(self, stage: int) -> str:
         """Describe what the plan has a stage keep at once; "" without a plan."""
