@@ -189,7 +189,9 @@ class Control:
         self._context.term()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # the thread has wake-ups to read already
+        # The thread has wake-ups to read already, or the system has no memory for one: then the
+        # thread wakes at its next heartbeat.
+        with contextlib.suppress(OSError):
             self._wake_in.send(b"\0")
 
     def _run(self) -> None:

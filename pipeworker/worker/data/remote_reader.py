@@ -252,18 +252,23 @@ class RemoteReader(Reader):
         """
         connection = self._connection
         assert connection is not None
-        with suppress(OSError):  # it has ended, and perhaps sent the reason before
-            send(connection, request)
         try:
+            with suppress(ConnectionError):  # it has ended, and perhaps sent the reason before
+                send(connection, request)
             self._wait(connection)
             reply: Reply = receive(connection)
         except (EOFError, OSError) as error:
+            # The system may lack memory or descriptors for a request or a reply.
+            reason = getattr(error, "strerror", None)
+            refused = f"cannot be asked: {reason}" if reason else ""
             if not self._has_read:
-                raise _CannotRead("the process for it has ended") from None
+                raise _CannotRead(f"the process for it {refused or 'has ended'}") from None
             # The agent may be gone, whose child it is: then the launcher reports that.
             cause, what = Cause.PEER, "is gone"
             if isinstance(error, TimeoutError):
                 cause, what = Cause.LOST, f"has not answered for {self._answer_seconds:g} s"
+            elif refused:
+                cause, what = Cause.LOST, refused
             elif (code := self._exit_code()) is not None:
                 cause, what = Cause.LOST, describe_exit(code)
             raise ReadFailed(Failure(cause, f"the process that reads data() {what}")) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -18,7 +19,7 @@ from pipeworker.facts.failure import Cause
 from pipeworker.host.data_readers import DataReaders
 from pipeworker.host.session_watcher import SessionWatcher
 from pipeworker.job.options import Options
-from pipeworker.worker.data import reader_process
+from pipeworker.worker.data import reader_process, remote_reader
 from pipeworker.worker.data.reader_requests import Setup
 from pipeworker.worker.data.remote_reader import ReadFailed, RemoteReader
 from support.real_jobs.jobs import until
@@ -268,6 +269,29 @@ def test_a_lost_process_is_a_loss_that_a_job_recovers_from(host: Host) -> None:
     with pytest.raises(ReadFailed, match=r"the process that reads data\(\) is gone") as lost:
         read(worker)
     assert lost.value.failure.cause is Cause.PEER  # secondary: its agent may be gone
+
+
+def test_a_request_that_the_system_refuses_is_a_loss(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a socket does in a memory cgroup that is full; the process lives, and has the data."""
+    host.go()
+    first = host.worker()
+    for _ in range(2):
+        read(first)
+    with monkeypatch.context() as patch:
+        patch.setattr(remote_reader, "send", refuse)
+        with pytest.raises(ReadFailed, match="cannot be asked: No buffer space available") as lost:
+            read(first)
+    assert lost.value.failure.cause is Cause.LOST
+    second = host.worker()
+    second.restore({"epoch": 0, "read": 2})
+    assert number_of(read(second)) == 2
+    assert len(host.pids) == 1
+
+
+def refuse(*_: object) -> None:
+    raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
 
 
 def test_what_data_has_detached_does_not_hide_the_loss_of_its_process(host: Host) -> None:
