@@ -18,6 +18,7 @@ from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.facts.step import Evaluation
 from pipeworker.job.interval import END
 from pipeworker.job.options import BEST, LOGGERS, Options
+from pipeworker.record.checkpoint.folder import held
 from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
 from pipeworker.record.metrics import rows
 from pipeworker.record.run_record import RunRecord, find_best_checkpoint
@@ -59,9 +60,9 @@ def evaluate(
             "evaluate()"
         )
     path = _find(run, checkpoint, best=best)
-    manifest = Manifest.read(path / MANIFEST)
-    manifest.check_files(path)
-    with temporary_run() as place:
+    with held(path), temporary_run() as place:
+        manifest = Manifest.read(path / MANIFEST)
+        manifest.check_files(path)
         job_file = _job_file(record, place.path.parent / "job")
         local.check_job_file(job_file)
         options = _options(record, job_file, stages, arguments)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import secrets
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from pipeworker.errors import UsageError
@@ -18,7 +20,7 @@ from pipeworker.record.checkpoint.manifest import (
     tensor_sizes,
     weights_index,
 )
-from pipeworker.record.files.atomic_file import remove, sync_folder, write_json
+from pipeworker.record.files.atomic_file import open_file, remove, sync_folder, write_json
 
 _GONE = ".*.gone"
 _REPLACED = ".replaced"
@@ -135,14 +137,17 @@ class CheckpointFolder:
         return next((path for path, row in rows.items() if row is best), None)
 
     def prune(self, keep: int, criterion: Criterion) -> None:
-        """Remove all complete checkpoints but the newest `keep` and the best one."""
+        """Remove all complete checkpoints but the newest `keep` and the best one.
+
+        One that a process reads (:func:`held`) is removed later.
+        """
         paths = self.paths()
         if len(paths) <= keep:
             return
         best = self.best(criterion)
         for path in paths[:-keep]:
             if path != best:
-                remove_checkpoint(path)
+                _remove_unless_held(path)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -155,6 +160,36 @@ def _evaluation(checkpoint: Path) -> dict[str, float]:
     with suppress(UsageError, OSError):
         return Manifest.read(checkpoint / MANIFEST).evaluation or {}
     return {}
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Have the run of a complete checkpoint keep it inside the context.
+
+    On a file system without locks the checkpoint may be removed all the same.
+
+    Raises:
+        UsageError: the run has removed it.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError):
+            file = stack.enter_context(open_file(path / MANIFEST, "rb"))
+            fcntl.flock(file, fcntl.LOCK_SH)
+        if not path.exists():
+            raise UsageError(f"{path}: its run has just removed it; try again")
+        yield
+
+
+def _remove_unless_held(path: Path) -> None:
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(open_file(path / MANIFEST, "r+b"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        except OSError:  # it has none, or the file system has no locks
+            pass
+        remove_checkpoint(path)
 
 
 def remove_checkpoint(path: Path) -> None:

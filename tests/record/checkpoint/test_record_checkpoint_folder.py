@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from pipeworker.errors import UsageError
 from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.facts.criterion import Criterion
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.record.checkpoint import manifest
+from pipeworker.record.checkpoint.folder import held
 from pipeworker.record.checkpoint.manifest import Manifest
 from pipeworker.record.files import atomic_file
 from pipeworker.record.rundir import RunDir
@@ -142,3 +146,36 @@ def test_invalid_weights_complete_no_checkpoint(tmp_path: Path, header: bytes) -
             Manifest(3, 1, LayerNames.numbered(1), (manifest.describe_file(path),))
         )
     assert not run.checkpoints.at(3).exists()
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from pipeworker.record.checkpoint.folder import held
+
+with held(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_checkpoint_that_a_process_reads_is_removed_later(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for step in (7, 8):
+        (run.checkpoints.partial(step)).mkdir(parents=True)
+        run.checkpoints.commit(Manifest(step, 1, LayerNames.numbered(1), ()))
+    reader = [sys.executable, "-c", HOLDS, str(run.checkpoints.at(7))]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(reader, text=True, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "held\n"
+        run.checkpoints.prune(1, Criterion("loss"))
+        assert run.checkpoints.steps() == [7, 8]
+        process.communicate()
+    run.checkpoints.prune(1, Criterion("loss"))
+    assert run.checkpoints.steps() == [8]
+    with (
+        pytest.raises(UsageError, match="its run has just removed it"),
+        held(run.checkpoints.at(7)),
+    ):
+        pass
