@@ -30,7 +30,9 @@ def script() -> None:
 def _run(name: str, *, rank: bool) -> None:
     """Import and run the command line of this installation, as a rank of torchrun or not."""
     try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what started this process may ignore it
+        # What started this process may ignore the end of its children, and block signals.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         if _START_JOBS.intersection(sys.argv[1:2]):
             signals.handle_before_job()
         streams.open_missing()

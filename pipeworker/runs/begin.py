@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -37,6 +38,8 @@ from pipeworker.wire.lines import Verdict
 _MAX_CONTENT = 256 << 20
 _OF_ONE_START = ("resume", "resume_step")
 """Options that belong to one start of a run, not to the run."""
+
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +168,18 @@ class RunRequest:
         """Create the run directory, or roll that of the run to resume back to its checkpoint.
 
         Raises:
-            UsageError: something is wrong with the request, or with the run to resume.
+            UsageError: something is wrong with the request, or with the run to resume, or it is not
+                allowed to write there.
             RecordError: a file cannot be written.
         """
         self.validate()
         try:
             return self._prepare_resume() if self.is_resume else self._prepare_new()
         except OSError as error:
-            raise RecordError(error.filename or self.run_dir, error) from None
+            refused = RecordError(error.filename or self.run_dir, error)
+            if error.errno in _NOT_ALLOWED:
+                raise UsageError(f"{refused}; use a directory that you may write to") from None
+            raise refused from None
 
     @property
     def is_resume(self) -> bool:

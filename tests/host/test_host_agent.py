@@ -10,6 +10,7 @@ import sys
 from pipeworker.host.agent import unreachable_reason
 from pipeworker.wire.lines import Fork
 from support.real_jobs.jobs import Jobs
+from support.real_jobs.sources import JOB
 
 
 def request(endpoint: str, generation: int = 1, local_rank: int = 0) -> Fork:
@@ -28,13 +29,28 @@ def test_the_first_worker_of_a_host_reports_an_unreachable_coordinator() -> None
     assert unreachable_reason(request(endpoint, local_rank=1)) == ""
 
 
-IGNORES = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
+HOSTILE = """
+import os, signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+NONE_BLOCKED = (
+    JOB
+    + """
+    import signal
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+"""
+)
 
 
-def test_a_job_runs_below_a_program_that_ignores_the_end_of_its_children(jobs: Jobs) -> None:
+def test_a_job_runs_below_a_program_that_ignores_its_children_and_blocks_signals(
+    jobs: Jobs,
+) -> None:
     """The kernel would reap all children itself, and no exit status would be known."""
-    start = [sys.executable, "-c", f"{IGNORES}os.execv(sys.argv[1], sys.argv[1:])"]
-    run = jobs.run("--stages", "2", "--steps", "2", prefix=start, cold=True)
+    start = [sys.executable, "-c", HOSTILE]
+    words = ("--stages", "2", "--steps", "2")
+    run = jobs.run(*words, source=NONE_BLOCKED, prefix=start, cold=True)
     assert (run.status, len(run.metrics)) == (0, 2), run.stderr
 
 

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 import cli
-from pipeworker.errors import InUse, RecordError, UsageError
+from pipeworker.errors import InUse, PipeworkerError, RecordError, UsageError
 from pipeworker.record import run_record
 from pipeworker.record.metrics.rows import Rows
 from pipeworker.record.run_record import RunRecord, write_summary
@@ -127,18 +127,29 @@ def test_a_mistake_leaves_a_resumed_run_as_it_was(tmp_path: Path) -> None:
     assert content() == before
 
 
+@pytest.mark.parametrize(
+    ("number", "kind", "text"),
+    [
+        (errno.ENOSPC, RecordError, "cannot be written: No space left on device$"),
+        (errno.EROFS, UsageError, "Read-only file system; use a directory that you may write to$"),
+    ],
+)
 def test_a_run_that_cannot_be_recorded_leaves_no_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    kind: type[PipeworkerError],
+    text: str,
 ) -> None:
     job_file = tmp_path / "job.py"
     job_file.touch()
 
     def full(_: int) -> None:
         if any(tmp_path.rglob(".*.partial")):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RecordError, match="No space left"):
+    with pytest.raises(kind, match=text):
         RunRequest(str(job_file), 1, {}, tmp_path / "new" / "run").prepare()
     assert [*tmp_path.iterdir()] == [job_file]
 
