@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from pipeworker.environment import timings
@@ -34,7 +33,7 @@ from pipeworker.record.checkpoint.snapshot_memory import (
 from pipeworker.record.checkpoint.stage_state import StageState
 from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
 from pipeworker.worker.device.accelerator import Accelerator
-from pipeworker.worker.device.device import peak_resident
+from pipeworker.worker.device.device import peak_resident, used_memory
 from pipeworker.worker.state.weight_watch import WeightWatch
 from pipeworker.worker.transport.snapshot_transfer import MirrorClient
 
@@ -47,6 +46,7 @@ _POLL_SECONDS = 1.0
 _SPARE = 2
 """The snapshots of all workers together may take one part in so many of the available memory."""
 
+_CPU = torch.device("cpu")
 _WRITES = "the process that writes checkpoints"
 
 Position = Mapping[str, Any] | None
@@ -212,7 +212,7 @@ class SnapshotWriter:
 
         The next step may take as much memory again as this process has released since its peak.
         """
-        released = max(0, peak_resident() - psutil.Process().memory_info().rss)
+        released = max(0, peak_resident() - used_memory(_CPU))
         return cgroups.available_memory() // self._sharing - released
 
     def _room(self) -> int:
