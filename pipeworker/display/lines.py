@@ -217,8 +217,9 @@ class LineDisplay:
         more = further(verdict.steps, self._options.epochs, patience) if done else None
         loss = self._last.loss if self._last and self._last.step == verdict.steps else None
         criterion, best, saved, kept = Criterion.parse(self._options.best), None, -1, None
-        profiles = ""
+        profiles, is_there = "", True
         with suppress(OSError, UnreadableFile):
+            is_there = run_dir.run.exists()
             profiles = located(run_dir.profiles) if any(run_dir.profiles.glob("worker-*")) else ""
             saved = run_dir.checkpoints.last_step()  # first: rows may be unreadable
             kept = run_dir.checkpoints.best(criterion)
@@ -236,7 +237,7 @@ class LineDisplay:
             commands.export(typed),
             (step_of(kept), located(kept)) if kept else None,
             commands.export_best(typed),
-            commands.resume(typed, more),
+            commands.resume(typed, more) if is_there else "",
             self._options.resume_step,
             profiles,
         )

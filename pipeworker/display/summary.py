@@ -143,7 +143,7 @@ class Summary:
         export: the command that exports its weights.
         best_checkpoint: the step and the path of the checkpoint with the best evaluation.
         export_best: the command that exports its weights.
-        resume: the command that resumes the run.
+        resume: the command that resumes the run; "" if its directory was removed.
         profile: the folder with the profiles of steps.
         resumed_at: the steps that were done when the run was resumed.
     """
@@ -201,7 +201,7 @@ class Summary:
                 yield f"best weights: {path}, {after(step)}"
                 yield f"export them: {self.export_best}"
             yield f"{'train further' if verdict.status == 'done' else 'resume'}: {self.resume}"
-        else:
+        elif self.resume:
             yield "weights: none, because no checkpoint was complete yet (--checkpoint-every)"
             yield f"start again, from step 1: {self.resume}"
-        yield f"run directory: {self.path}"
+        yield f"run directory: {self.path}{'' if self.resume else ', which was removed'}"

@@ -117,6 +117,12 @@ def test_a_job_without_a_checkpoint_starts_again() -> None:
     assert ended(steps=0) == []
 
 
+def test_a_job_whose_run_directory_was_removed_cannot_be_resumed() -> None:
+    lines = ended(status="failed", checkpoint=None, resume="")
+    assert not any("weights" in line or "again" in line for line in lines)
+    assert lines[-1] == "run directory: /a/runs/x, which was removed"
+
+
 def test_a_mistake_before_the_first_step_of_a_resume_has_no_summary() -> None:
     assert ended(status="failed", exit_status=2, resumed_at=60) == []
     assert ended(status="failed", exit_status=1, resumed_at=60)
@@ -178,6 +184,8 @@ def test_the_loss_of_the_last_step_on_record(tmp_path: Path) -> None:
 
 def test_the_newest_checkpoint(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
+    assert f"run directory: {tmp_path}, which was removed" in shown(run_dir)
+    run_dir.run.touch()
     assert any(line.startswith("weights: none") for line in shown(run_dir))
     for step in (9, 10):
         run_dir.checkpoints.at(step).mkdir(parents=True)
