@@ -54,12 +54,16 @@ class StepResult:
     Attributes:
         step: counts from 1.
         loss: mean over the samples, or Σsum / Σcount.
+        samples: of the step, over all replicas.
         seconds: from the step's start to its last gradient.
+        samples_per_second: over all replicas.
         grad_norm: 2-norm of the whole gradient, before clipping.
-        lr: learning rate of the first parameter group.
+        lr: learning rate of the first parameter group of the optimizer that has the model's first
+            trained parameter.
         bubble: measured idle share, 0 to 1, over all stages.
         epoch: counts from 0.
-        tokens: None if their number is unknown.
+        loss_scale: what the loss was multiplied by; None except with ``--precision fp16``.
+        tokens: of the step, over all replicas; None if their number is unknown.
     """
 
     step: int

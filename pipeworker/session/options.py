@@ -40,6 +40,8 @@ NOT_OF_A_LOOP: dict[str, str] = {
     "quiet": "a loop prints what it wants to",
 }
 """By name, why an option of ``launch`` is no argument of ``Pipeline``."""
+_NAMES = {"profile": "profile_steps", "set": "settings"}
+"""Names that :func:`pipeworker.launch` has for options."""
 _INTERNAL = ("own_loop", "evaluate_only", "plan_only", "resume", "resume_step")
 """Fields of :class:`Options` that are none of ``launch``, or are parameters of their own."""
 
@@ -58,8 +60,11 @@ def check_options(options: Mapping[str, Any], excluded: Mapping[str, str], where
     """
     known = option_names(excluded)
     for name in options:
-        if name in excluded:
-            raise UsageError(f"{where}: {name}: {excluded[name]}; leave it out")
+        own = _NAMES.get(name, name)
+        if own != name and own in known:
+            raise UsageError(f"{where}: {name}: here its name is {own}; use that")
+        if reason := excluded.get(own):
+            raise UsageError(f"{where}: {name}: {reason}; leave it out")
         reject_renamed(name, {*known, "allow_change"}, str, "{}={}".format, f"{where}: ")
         reject_batch_size(name, known, str, f"{where}: ")
         if name not in known:

@@ -75,7 +75,10 @@ class Pipeline:
         **options: as of ``pipeworker launch``, with underscores: ``recompute="never"``.
 
     Attributes:
-        stage: the first stage of this process.
+        stage: the first stage of this process, from 0.
+        stages: the number of stages of a replica.
+        replica: the replica of this process, from 0.
+        replicas: the number of replicas.
 
     Raises:
         UsageError: an argument is wrong.
@@ -173,7 +176,8 @@ class Pipeline:
     def epoch(self) -> int:
         """The number of epochs ended, also before the run was resumed or a checkpoint loaded.
 
-        It is the number of the current epoch, from 0, as in the rows of ``metrics.jsonl``.
+        It is the number of the current epoch, from 0, as in the rows of ``metrics.jsonl``. A
+        checkpoint of ``launch`` or ``train`` has none, so it is 0 after :meth:`load` of one.
         """
         return self._epoch
 
@@ -297,6 +301,9 @@ class Pipeline:
 
         Returns:
             Its folder, which is complete for every rank that shares rank 0's file system.
+
+        Raises:
+            PipeworkerError: it cannot be written, or the job failed on another rank.
         """
         with self._session.participating() as session:
             session.perform(session.call(Call(self._rank, CallKind.SAVE)))
@@ -308,7 +315,7 @@ class Pipeline:
         """Load a checkpoint that any number of stages has written; return its number of steps.
 
         It restores weights, optimizer, scheduler and loss scale; and :attr:`epoch`, which is 0 in a
-        checkpoint of ``launch``. The position in the data is up to the caller's loop.
+        checkpoint of ``launch`` or ``train``. The position in the data is up to the caller's loop.
 
         Args:
             checkpoint: its folder, or a run directory, whose last complete checkpoint is loaded.

@@ -41,6 +41,19 @@ def test_every_option_of_launch_is_an_argument_or_has_a_reason(
         assert len(reason) > 10
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("profile", r"f\(\): profile: here its name is profile_steps; use that$"),
+        ("set", r"f\(\): set: .*; leave it out$"),
+    ],
+)
+def test_other_names_that_launch_has_are_known(name: str, text: str) -> None:
+    for _, excluded in CALLS:
+        with pytest.raises(pipeworker.UsageError, match=text):
+            check_options({name: 1}, excluded, "f()")
+
+
 def test_a_run_in_a_notebook_is_named_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     variables: dict[str, str] = {}
     shell = SimpleNamespace(user_ns=variables, kernel=None)

@@ -27,6 +27,8 @@ def count_tokens(item: Any, function: Callable[[Any], Any] | None) -> int:
         count = int(count)
     if type(count) is not int or not 0 <= count <= MOST_SAMPLES:
         shown = count if isinstance(count, (int, float)) else a_type(count)
+        if isinstance(count, torch.Tensor):
+            shown = f"a tensor of {count.dtype} and shape {tuple(count.shape)}"
         raise UsageError(f"tokens(batch) returned {shown}; return a number of tokens, an int")
     return count
 
