@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pipeworker.coordinator.events import Tick
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
 from pipeworker.wire.lines import Verdict, Warned
@@ -125,3 +126,48 @@ def test_an_interrupt_while_a_checkpoint_is_written_waits_for_it() -> None:
     job.saved()
     job.checkpoint_committed()
     assert job.ended.status == "interrupted"
+
+
+def test_an_interrupt_does_not_expire_while_a_checkpoint_is_written() -> None:
+    job = after_a_step()
+    job.called(CallKind.SAVE)
+    job.interrupt()
+    for _ in range(4):
+        for rank in (0, 1):
+            job.receive(Heartbeat(rank, Position(Phase.SAVING)))
+        assert job.tick(TIMINGS.interrupt / 2) == []
+    job.saved()
+    job.checkpoint_committed()
+    assert (job.ended.status, job.ended.steps) == ("interrupted", 1)
+
+
+def test_a_last_checkpoint_may_take_long_to_write() -> None:
+    job = after_a_step(worker_timeout=9.0)
+    job.receive(FAILURES["user"][0])
+    for _ in range(10):
+        for rank in (0, 1):
+            job.receive(Heartbeat(rank, Position(Phase.SAVING)))
+        job.tick(5.0)
+        assert not of(job.effects, Verdict)
+    job.saved()
+    job.checkpoint_committed()
+    assert (job.ended.status, job.ended.steps) == ("failed", 1)
+    assert not of(job.effects, Warned)
+
+
+def test_a_rank_that_fails_in_its_part_of_a_checkpoint_writes_no_last_one() -> None:
+    """The state of its scheduler may be what cannot be saved."""
+    job = after_a_step()
+    job.called(CallKind.SAVE)
+    assert saves(job.receive(FAILURES["user"][0])) == []
+    assert job.ended.status == "failed"
+
+
+def test_a_suspension_does_not_count_for_the_interrupt_of_a_loop() -> None:
+    job = after_a_step()
+    job.called(CallKind.STEP)  # a second step runs
+    job.interrupt()
+    job.now += 10 * TIMINGS.interrupt + 0.4
+    assert saves(job.handle(Tick(10 * TIMINGS.interrupt))) == []
+    job.tick(TIMINGS.interrupt + 0.1)
+    assert saves(job.effects)

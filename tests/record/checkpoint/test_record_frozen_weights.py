@@ -129,6 +129,11 @@ def test_weights_of_one_kind_are_one_file(tmp_path: Path, kind: str) -> None:
         assert {file.name for file in path.glob("*.safetensors")} == {*NAMES[:2]}
 
 
+def test_an_empty_weight_behind_all_others_is_saved(tmp_path: Path) -> None:
+    net = [*layers(), nn.ParameterList([nn.Parameter(torch.empty(0))])]
+    assert "3.0" in Checkpoint(complete(RunDir(tmp_path / "run"), 1, net)).weights()
+
+
 def test_a_longer_earlier_file_is_not_shared(tmp_path: Path) -> None:
     run, net = RunDir(tmp_path / "run"), layers()
     with (complete(run, 1, net) / FROZEN).open("ab") as file:
