@@ -12,6 +12,7 @@ import pytest
 from launcher.aside import temporary_run
 from pipeworker.record.lock import RunLock
 from pipeworker.record.rundir import RunDir
+from support.pages import ROOT
 from support.real_jobs.jobs import processes_of, until
 
 LAUNCHER = """
@@ -43,7 +44,7 @@ def test_a_temporary_run_is_removed_once_its_launcher_is_killed_and_its_coordina
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCHER],
         cwd=tmp_path,
-        env={**os.environ, "TMPDIR": str(folder)},
+        env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
