@@ -45,8 +45,8 @@ class Buffers:
     kept, because a forward may begin to change it later.
 
     Tensors in plain attributes, as a cache or what a layer keeps for its next forward, are treated
-    as buffers if they are small, or if the very first forward assigns or changes them; others once
-    a forward assigns another tensor, or the first one.
+    as buffers, also those that a later forward is the first to assign. A parameter in an attribute
+    is that of another module: optimizers change it, and forwards do not.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -105,7 +105,7 @@ class Buffers:
             for slot in self._slots:
                 if slot not in self._changing:
                     self._unchanged[slot] = _Copied(slot, copy_of(get_slot(slot), copies))
-            self._watch_attributes({*self._changing})
+            self._watch_attributes({*self._changing}, copies)
         self._keep_changed()
         self._waiting += 1
         mb.buffers_before = mb.buffers_before or None
@@ -120,11 +120,10 @@ class Buffers:
             self._until[slot] = before
             self._changing.append(slot)
 
-    def _watch_attributes(self, changing: Collection[Slot]) -> None:
-        """Note the attributes that later forwards may set, beside those that are changing.
+    def _watch_attributes(self, changing: Collection[Slot], copies: Copies) -> None:
+        """Note the attributes that later forwards may set or change, beside those that change.
 
-        They are None, absent, or tensors. A tensor needs no copy: another one will be assigned. A
-        parameter is that of another module, which optimizers change and forwards do not.
+        They are None, absent, or tensors.
         """
         self._known = [(module, vars(module), {*vars(module)}) for module in self._modules]
         for module, attributes, names in self._known:
@@ -134,7 +133,7 @@ class Buffers:
                 if value is None:
                     self._none.append((slot, attributes))
                 elif is_state and slot not in changing:
-                    self._unchanged[slot] = _Copied(slot, value.detach())
+                    self._unchanged[slot] = _Copied(slot, copy_of(value, copies))
 
     def _appeared(self) -> list[tuple[Slot, Any]]:
         """Return the attributes that are tensors by now, and what they were: None or absent."""

@@ -146,14 +146,25 @@ class Table(nn.Module):
     def forward(self, x: float) -> float:
         self.count += 1
         if self.count == 5:
-            self.table = self.table * 7  # with a graph behind it, as an output that is kept
+            self.change()
         return x * float(self.table.detach()[0])
+
+    def change(self) -> None:
+        self.table = self.table * 7  # with a graph behind it, as an output that is kept
+
+
+class Scaled(Table):
+    """Changes its table in place."""
+
+    def change(self) -> None:
+        self.table *= 7
 
 
 @pytest.mark.parametrize("size", [1, 1 << 15])
 @pytest.mark.parametrize(
     "make",
     [
+        Scaled,
         lambda size: Late(size, declared=True),
         lambda size: Late(size, declared=False),
         Table,
