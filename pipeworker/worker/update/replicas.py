@@ -231,8 +231,9 @@ def _flat_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """Return the elements of a gradient, whose memory is in their order from now on."""
     if parameter.grad is None:
         return None
-    if not parameter.grad.is_contiguous():
-        parameter.grad = parameter.grad.contiguous()
+    plain = parameter.grad.resolve_conj().resolve_neg().contiguous()
+    if plain is not parameter.grad:
+        parameter.grad = plain
     return _flat(parameter.grad.detach())
 
 

@@ -171,6 +171,9 @@ class Updater:
             self.optimizers.step_schedulers()
 
     def _finish_gradients(self, update: Update) -> None:
+        for parameter in self.parameters:
+            if parameter.grad is not None and parameter.grad.is_conj():
+                parameter.grad = parameter.grad.resolve_conj()  # to be changed in place
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         # Divide, as a plain loop does: a product with the reciprocal differs in the last bit.
         if gradients and update.divisor != 1.0:
@@ -225,7 +228,7 @@ def _elements(gradient: torch.Tensor) -> torch.Tensor:
         values = values.cpu()
     if values.is_sparse:
         values = values.coalesce().values()
-    return torch.view_as_real(values) if values.is_complex() else values
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
 _PART = 1 << 15

@@ -62,6 +62,18 @@ def test_sums_are_those_of_what_is_there(
                 assert torch.equal(parameter.grad, wanted)
 
 
+def test_a_gradient_that_is_a_conjugate_view_is_added_up() -> None:
+    """As autograd gives it to a filter that is multiplied by its conjugate."""
+    made = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    made.grad = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    found = Gradients([("0", made)], 2)
+    assert found.begin() == [True]
+    found.make([True])
+    own = [found.read(piece) for part in found.parts for piece in part]
+    assert torch.cat([run for runs in own for run in runs]).tolist() == [1, -2, 3, 4]
+    assert torch.equal(made.grad, torch.tensor([1 - 2j, 3 + 4j]))
+
+
 @given(sizes=st.lists(st.integers(1, 50), max_size=12), count=st.integers(1, 5))
 def test_every_weight_is_updated_by_one_replica(sizes: list[int], count: int) -> None:
     some = [nn.Parameter(torch.zeros(size)) for size in sizes]

@@ -160,7 +160,7 @@ def test_squares_of_sparse_and_complex_gradients() -> None:
     nn.init.ones_(embedding.weight)
     embedding(torch.tensor([1, 1, 3])).sum().backward()
     wave = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
-    wave[0].grad = torch.tensor([3 + 4j, 0])
+    wave[0].grad = torch.tensor([3 + 4j, 0]).conj()
     updater = make([embedding, wave], sgd, None)
     assert updater.squares() == pytest.approx([2 * 4 + 2 * 1, 25])
     before = embedding.weight.detach().clone()
