@@ -131,6 +131,9 @@ def _saved_storages(output: Any) -> Iterator[int | None]:
                 tensor = one.data
                 if isinstance(tensor, Packed | torch.Tensor):
                     yield _address(tensor)
+        # The node of a function in Python is its `ctx`, to which its forward may assign tensors.
+        assigned = [*getattr(node, "__dict__", {}).values()]
+        yield from map(_address, distinct_tensors(assigned) if assigned else ())
 
 
 def _address(tensor: Packed | torch.Tensor) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +82,27 @@ class Shared(Untraced):
         super().change(greatest)
 
 
+class Multiply(torch.autograd.Function):
+    """Keeps the buffer on its context, as scales of quantization often are."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.kept = {"scale": scale}
+        return y * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.kept["scale"], None
+
+
+class OnContext(Scale):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.Linear.forward(self, x)
+        self.change(y.detach().abs().amax(0))
+        multiplied: torch.Tensor = Multiply.apply(y, self.scale)  # type: ignore[no-untyped-call]
+        return multiplied
+
+
 class Renorm(nn.Linear):
     """Uses the statistics of a batch norm, whose kernel changes them."""
 
@@ -110,7 +132,7 @@ def inputs(step: int) -> Sequence[torch.Tensor]:
 
 @pytest.mark.parametrize("recompute", [(), (0,), (0, 2), (1, 2, 3)])
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("kind", [Scale, Untraced, AtTimes, Attribute, Shared, Renorm])
+@pytest.mark.parametrize("kind", [Scale, Untraced, AtTimes, Attribute, Shared, OnContext, Renorm])
 def test_gradients_are_those_of_the_plain_loop(
     kind: type[nn.Module], offload: bool, recompute: Sequence[int]
 ) -> None:
