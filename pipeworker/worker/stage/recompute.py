@@ -52,16 +52,14 @@ class Buffers:
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._modules = [*nn.ModuleList(layers).modules()]  # each once
         self._slots: list[Slot] = []
-        self._assigned: set[Slot] = set()
-        """Attributes that each forward assigns: their old values need no copy."""
         self._changing: list[Slot] | None = None
         self._unchanged: dict[Slot, _Copied] = {}
         self._until: dict[Slot, Any] = {}
         """Values of buffers that began to change later, from before their first change."""
         self._known: list[tuple[nn.Module, dict[str, Any], set[str]]] = []
         """The attributes of each module, and their names after the last forward."""
-        self._none: list[tuple[Slot, dict[str, Any]]] = []
-        """The attributes that are None, and all attributes of their modules."""
+        self._empty: list[tuple[Slot, dict[str, Any], Any]] = []
+        """The attributes that are None or 0, all attributes of their modules, and the values."""
         self._waiting = 0
 
     def begin(self) -> None:
@@ -83,10 +81,7 @@ class Buffers:
             # A module of torch.jit.script has no dict to iterate over.
             slots = [(m, name) for m in self._modules for name, _ in buffers_of(m).items()]
             self._slots, attributes = slots, self._attributes(copies)
-        mb.buffers_before = [
-            (slot, _value(slot) if slot in self._assigned else copy_of(get_slot(slot), copies))
-            for slot in slots
-        ]
+        mb.buffers_before = [(slot, copy_of(get_slot(slot), copies)) for slot in slots]
         yield
         if self._changing is None:
             new = [*self._new_attributes(attributes), *self._new_buffers()]
@@ -123,30 +118,28 @@ class Buffers:
     def _watch_attributes(self, changing: Collection[Slot], copies: Copies) -> None:
         """Note the attributes that later forwards may set or change, beside those that change.
 
-        They are None, absent, or tensors.
+        They are None, 0, absent, or tensors.
         """
         self._known = [(module, vars(module), {*vars(module)}) for module in self._modules]
         for module, attributes, names in self._known:
             for name in names - _OF_EVERY_MODULE:
                 slot, value = (module, name), attributes[name]
                 is_state = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
-                if value is None:
-                    self._none.append((slot, attributes))
+                if value is None or (type(value) in (int, float) and not value):
+                    self._empty.append((slot, attributes, value))
                 elif is_state and slot not in changing:
                     self._unchanged[slot] = _Copied(slot, copy_of(value, copies))
 
     def _appeared(self) -> list[tuple[Slot, Any]]:
-        """Return the attributes that are tensors by now, and what they were: None or absent."""
-        found: list[tuple[Slot, Any]] = []
-        # A list is made in half of the time that any() takes; nearly always it is empty.
-        if [None for (_, name), attributes in self._none if attributes.get(name) is not None]:
-            tensors = [
-                slot
-                for slot, attributes in self._none
-                if isinstance(attributes.get(slot[1]), torch.Tensor)
-            ]
-            found += [(slot, None) for slot in tensors]
-            self._none = [one for one in self._none if one[0] not in tensors]
+        """Return the attributes that are tensors by now, and what they were: empty or absent."""
+        found = [
+            (slot, value)
+            for slot, attributes, value in self._empty
+            if isinstance(attributes.get(slot[1]), torch.Tensor)
+        ]
+        if found:
+            known = {slot for slot, _ in found}
+            self._empty = [one for one in self._empty if one[0] not in known]
         for module, attributes, names in self._known:
             if len(attributes) != len(names):
                 new = attributes.keys() - names
@@ -184,8 +177,6 @@ class Buffers:
                 lasts = value.requires_grad or not is_small((module, name), value)
                 if lasts and old is value and is_same(value, copy):
                     continue
-                if old is not value:
-                    self._assigned.add((module, name))
                 found.append(((module, name), copy))
         return found
 
@@ -238,25 +229,18 @@ class Buffers:
                 set_slot(slot, value)
 
 
-def _value(slot: Slot) -> Any:
-    """Return an attribute; if it is a tensor, without the graph behind it."""
-    value = get_slot(slot)
-    return value.detach() if isinstance(value, torch.Tensor) else value
-
-
 class _Copied:
-    """A copy of a buffer, and its identity and version at that time."""
+    """A copy of what is in a slot, and its identity and version at that time."""
 
-    def __init__(self, slot: Slot, copy: torch.Tensor | None) -> None:
+    def __init__(self, slot: Slot, copy: Any) -> None:
         self.copy = copy
-        self._buffer = get_slot(slot)
-        self._version = 0 if self._buffer is None else version_of(self._buffer)
+        self._value = get_slot(slot)
+        self._version = _version(self._value)
 
-    def is_of(self, now: torch.Tensor | None) -> bool:
-        """Return whether a tensor is the buffer, with the same version.
+    def is_of(self, now: Any) -> bool:
+        """Return whether what is in the slot is the same object, with the same version."""
+        return now is self._value and _version(now) == self._version
 
-        An attribute may also become what is no tensor, which is not looked at.
-        """
-        if not isinstance(now, torch.Tensor):
-            return now is not None or self._buffer is None
-        return now is self._buffer and version_of(now) == self._version
+
+def _version(value: Any) -> int:
+    return version_of(value) if isinstance(value, torch.Tensor) else 0

@@ -49,10 +49,13 @@ def is_small(slot: Slot, value: torch.Tensor) -> bool:
     return size <= _SMALL and not isinstance(slot[0], BatchNorm)
 
 
-def copy_of(value: torch.Tensor | None, copies: Copies) -> torch.Tensor | None:
-    """Return a copy without the graph behind it, the same one for the same tensor."""
-    if value is None:
-        return None
+def copy_of(value: Any, copies: Copies) -> Any:
+    """Return a copy of a tensor without the graph behind it, the same one for the same tensor.
+
+    In the place of a tensor, an attribute may also have something else, which is returned.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
     if id(value) not in copies:
         copies[id(value)] = value.detach().clone()
     return copies[id(value)]

@@ -147,7 +147,8 @@ class Table(nn.Module):
         self.count += 1
         if self.count == 5:
             self.change()
-        return x * float(self.table.detach()[0])
+        table: Any = self.table
+        return x * (table if isinstance(table, float) else float(table.detach()[0]))
 
     def change(self) -> None:
         self.table = self.table * 7  # with a graph behind it, as an output that is kept
@@ -160,11 +161,50 @@ class Scaled(Table):
         self.table *= 7
 
 
+class Dropping(Table):
+    """Has a number in the place of its table."""
+
+    def change(self) -> None:
+        self.table = 3.0  # type: ignore[assignment]
+
+
+class Zero(Table):
+    """Has a number before it has a table."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.size, self.table = size, 0.0  # type: ignore[assignment]
+
+    def change(self) -> None:
+        self.table = torch.ones(self.size)
+
+
+class Lazy(Table):
+    """Makes its table in its first forward, and then changes it in place."""
+
+    def __init__(self, size: int, start: int) -> None:
+        super().__init__(size)
+        self.size, self.start = size, start
+        del self.table
+
+    def forward(self, x: float) -> float:
+        self.count += 1
+        if self.count == 1:
+            self.table = torch.ones(self.size)
+        elif self.count >= self.start:
+            self.table.mul_(1.5)
+        return x * float(self.table[0])
+
+
 @pytest.mark.parametrize("size", [1, 1 << 15])
 @pytest.mark.parametrize(
     "make",
     [
         Scaled,
+        Dropping,
+        Zero,
+        partial(Lazy, start=2),
+        partial(Lazy, start=5),
         lambda size: Late(size, declared=True),
         lambda size: Late(size, declared=False),
         Table,
