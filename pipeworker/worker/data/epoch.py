@@ -271,6 +271,8 @@ class Epoch:
         if self._ended and self._loader is not None:
             self._loader.end(self.count)
         self.count += not self._ended
+        if self.stateful and not self._ended:
+            self._state_before_read["over"] = False  # whatever length it says it has
         if not self._ended and (self._by_number or self._takes_start):
             self._recent.append(self._states())
         return item

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -237,3 +238,38 @@ def test_any_value_as_a_position_or_state_is_rejected(value: Any) -> None:
     for make, position in ((Mapped, value), (LateState, good | state), (Mapped, good | began)):
         with pytest.raises(UsageError, match="the position in the data"):
             reader(make).restore(position)
+
+
+class Files:
+    """A source with a state, whose length is its number of files, not that of its mini-batches."""
+
+    place = 0
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < 7:
+            self.place += 1
+            yield torch.full((2, 1), float(self.place)), torch.zeros(2, 1)
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("read", range(1, 14))
+def test_a_source_that_goes_on_behind_its_length_is_not_over(read: int) -> None:
+    def reader() -> Reader:
+        return Reader(Files(), microbatches=1, seed=0, epochs=2)
+
+    first = reader()
+    for _ in range(read + 1):
+        first.read()
+    second = reader()
+    second.restore(first.position(prefetched=True))
+    left = [float(found.inputs[0][0]) for found in iter(second.read, None)]
+    assert left == [*range(1, 8), *range(1, 8)][read:]
