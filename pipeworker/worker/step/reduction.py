@@ -95,7 +95,17 @@ class Reduction:
         The first frame has flags of shape ``[parameters + large buffers + 1]``, a checksum of the
         weights and the moments of deferred batch norm; each further frame a piece of the gradients,
         as tensors of shape ``[elements]``.
+
+        Raises:
+            UsageError: a forward has unfrozen a parameter, whose gradients no replica expects.
         """
+        known = {id(p) for p in self._gradients.parameters}
+        if any(p.requires_grad and id(p) not in known for p in self._layers.parameters()):
+            raise UsageError(
+                f"stage {self._stage.index}: a layer has called requires_grad_() on a frozen "
+                "parameter, whose gradients the replicas do not add up in this step; call it in "
+                "model() instead, or use --replicas 1"
+            )
         if not self._takes_part:
             return
         present = self._gradients.begin() if self._reduces_gradients else []

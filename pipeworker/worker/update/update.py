@@ -80,7 +80,10 @@ class Updater:
         self._is_frozen = not any(p.requires_grad for p in self._all)
         self._accelerator = next((rng.accelerator_generator(p.device) for p in self._all), None)
         self.shards, own = [self.parameters], self.parameters
+        self._apart: list[nn.Parameter] = []
+        """Frozen parameters, which the replicas would update apart from each other."""
         if replicas > 1:
+            self._apart = [p for p in self.parameters if not p.requires_grad]
             self.shards = shards([p for p in self.parameters if p.requires_grad], replicas)
             updated = {id(p) for p in self.shards[replica]}
             # The first replica's optimizer has those that no step changes.
@@ -126,7 +129,8 @@ class Updater:
         """Scale and clip the gradients, step the optimizer and the scheduler, drop the gradients.
 
         Raises:
-            UsageError: a parameter wants a gradient now, of a stage where none did at the start.
+            UsageError: a parameter wants a gradient now, of a stage where none did at the start, or
+                with a sharded optimizer.
             UserCodeError: the optimizer, the scheduler or ``before_update`` raised.
         """
         if self._is_frozen and any(p.requires_grad for p in self._all):
@@ -135,6 +139,13 @@ class Updater:
                 f"a parameter of layers {first} to {last} requires grad now, while none did at the "
                 "start, so their stage has no optimizer; call requires_grad_() in model() instead, "
                 "and continue with --resume"
+            )
+        if any(p.requires_grad for p in self._apart):
+            first, last = self._layers[0][0], self._layers[-1][0]
+            raise UsageError(
+                f"a parameter of layers {first} to {last} requires grad now, and did not at the "
+                "start, so no replica updates it for all; call requires_grad_() before the start, "
+                "or leave out --shard-optimizer"
             )
         if self._ties is not None:
             self._ties.set_gradients()

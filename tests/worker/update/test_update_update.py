@@ -149,6 +149,20 @@ def test_squares_of_a_large_gradient() -> None:
     assert math.fsum(found[0]) == pytest.approx(math.fsum(x * x for x in elements), rel=1e-12)
 
 
+def test_a_parameter_that_is_unfrozen_late_is_rejected_by_a_sharded_optimizer() -> None:
+    """The first replica would update it, and the others would never receive it."""
+    one = layer(1.0, 1.0)
+    _, body = one.parameters()
+    body.requires_grad_(False)
+    job = JobFile(None, never, sgd, None, None)
+    updater = Updater([one], 3, job, seed=5, replica=0, replicas=2)
+    updater.apply(Update(1))
+    body.requires_grad_(True)
+    with pytest.raises(UsageError, match="of layers 3 to 3 requires grad now, and did not at the"):
+        updater.apply(Update(2))
+    make([one], first=3).apply(Update(2))
+
+
 def test_squares_of_low_precision() -> None:
     linear = nn.Linear(100, 1, bias=False).half()
     linear.weight.grad = torch.full((1, 100), 300.0, dtype=torch.float16)
