@@ -43,6 +43,10 @@ from pipeworker.worker.transport.layout import aligned_copy
 Loss = Callable[[Any, Any], Any]
 _WATCHED = 64
 """The number of recomputes that are checked, because a mistake shows in the first."""
+_CHANGED = (
+    ", by a hook that updates them inside a backward, or by a layer; use --recompute never, or "
+    "leave updates to optimizer()"
+)
 
 
 class Stage:
@@ -82,6 +86,7 @@ class Stage:
         self._trained: list[bool] | None = None  # as the first micro-batch leaves them
         self._local = LocalGradients(self._weights)
         self._watched = _WATCHED
+        self._version: int | None = None  # of the weights, before forwards that are recomputed
         self.checks_outputs = config.device.type == "cpu"
         """Whether recomputed outputs are compared: other devices have kernels whose bits differ."""
         self._phony = torch.empty(0, device=config.device, requires_grad=True)
@@ -98,7 +103,7 @@ class Stage:
         self._layers.begin(step, first)
         self._buffers.begin()
         self._shared.begin()
-        self._trained = None
+        self._trained = self._version = None
         if self._offload is not None:
             self._offload.begin()
 
@@ -109,6 +114,11 @@ class Stage:
             UsageError: forwards have changed what all of the mini-batch depends on.
         """
         self._shared.check(self._step)
+        if self._version not in (None, self._weights_version()):
+            raise UsageError(
+                f"stage {self.index}: weights were changed between a forward and its recompute"
+                f"{_CHANGED}"
+            )
         if self._trained not in (None, [p.requires_grad for p in self._weights]):
             raise UsageError(
                 f"stage {self.index}: a layer has called requires_grad_() behind the first "
@@ -138,6 +148,8 @@ class Stage:
         if self._input_changes is not False:
             inputs = map_tensors(aligned_copy, inputs)
         before = [*map(versions, inputs)]
+        if self._version is None:
+            self._version = self._weights_version()
         if self._watched:
             mb.weights_version = self._weights_version()
         with self._buffers.first_forward(mb):
@@ -183,8 +195,7 @@ class Stage:
         if version != self._weights_version():
             raise UsageError(
                 f"stage {self.index}: weights were changed between the forward of micro-batch "
-                f"{mb.number} and its recompute, by a hook that updates them inside a backward, or "
-                "by a layer; use --recompute never, or leave updates to optimizer()"
+                f"{mb.number} and its recompute{_CHANGED}"
             )
 
     def end_action(self, mb: MicroBatch) -> None:

@@ -388,6 +388,31 @@ def test_an_update_inside_a_backward_is_refused_where_forwards_are_repeated() ->
         run(stage([updating()]), inputs, recompute=True)
 
 
+class Clamps(nn.Linear):
+    """Changes its weight in its 200th forward, long after the recomputes that are watched."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 200:
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+        return super().forward(x)
+
+
+def test_a_forward_that_changes_weights_late_is_refused_where_forwards_are_repeated() -> None:
+    inputs = [torch.ones(2, 2)] * 3
+    for recompute, steps in ((False, 70), (True, 33)):
+        made = stage([Clamps(2, 2)])
+        for _ in range(steps):
+            run(made, inputs, recompute=recompute)
+            made.end()
+    run(made, inputs, recompute=True)
+    with pytest.raises(UsageError, match="weights were changed between a forward and its recom"):
+        made.end()
+
+
 class Keeps(nn.Module):
     """Uses a tensor of its last forward, which a plain attribute holds."""
 
