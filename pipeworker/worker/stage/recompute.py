@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from pipeworker.worker.stage.slots import (
 )
 
 _state = threading.local()
+_get = partial(get_slot, absent=ABSENT)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """The attributes that torch itself gives a module."""
 
@@ -74,14 +76,14 @@ class Buffers:
             self._keep_changed()  # by a forward that keeps its graph
         elif self._changing is not None:  # by code outside of forward
             for slot in self._changed():
-                self._unchanged[slot] = _Copied(slot, copy_of(get_slot(slot), copies))
+                self._unchanged[slot] = _Copied(slot, copy_of(_get(slot), copies))
             self._changing += [slot for slot, _ in self._appeared()]
         slots, attributes = self._changing, {}
         if slots is None:
             # A module of torch.jit.script has no dict to iterate over.
             slots = [(m, name) for m in self._modules for name, _ in buffers_of(m).items()]
             self._slots, attributes = slots, self._attributes(copies)
-        mb.buffers_before = [(slot, copy_of(get_slot(slot), copies)) for slot in slots]
+        mb.buffers_before = [(slot, copy_of(_get(slot), copies)) for slot in slots]
         yield
         if self._changing is None:
             new = [*self._new_attributes(attributes), *self._new_buffers()]
@@ -89,8 +91,8 @@ class Buffers:
             mb.buffers_before = [
                 (slot, value)
                 for slot, value in mb.buffers_before
-                if not is_same(now := get_slot(slot), value)
-                or (now is not None and is_small(slot, now))
+                if not is_same(now := _get(slot), value)
+                or (isinstance(now, torch.Tensor) and is_small(slot, now))
             ]
             # A buffer that was None now exists, and is hardly ever created again.
             self._changing = [slot for slot, value in mb.buffers_before if value is not None]
@@ -99,7 +101,7 @@ class Buffers:
             copies = {}
             for slot in self._slots:
                 if slot not in self._changing:
-                    self._unchanged[slot] = _Copied(slot, copy_of(get_slot(slot), copies))
+                    self._unchanged[slot] = _Copied(slot, copy_of(_get(slot), copies))
             self._watch_attributes({*self._changing}, copies)
         self._keep_changed()
         self._waiting += 1
@@ -196,7 +198,7 @@ class Buffers:
         A change of the module's other buffers may leave no trace in their version.
         """
         unchanged = self._unchanged.items()
-        found = {slot for slot, copied in unchanged if not copied.is_of(get_slot(slot))}
+        found = {slot for slot, copied in unchanged if not copied.is_of(_get(slot))}
         if not found:
             return []
         modules = {module for module, name in found if name in buffers_of(module)}
@@ -217,7 +219,7 @@ class Buffers:
         for slot, value in self._until.items():
             if slot not in before:
                 before[slot] = value if value is ABSENT else copy_of(value, copies)
-        after = [(slot, get_slot(slot)) for slot in before]
+        after = [(slot, _get(slot)) for slot in before]
         for slot, value in before.items():
             set_slot(slot, value)
         _state.recomputing = True
@@ -234,7 +236,7 @@ class _Copied:
 
     def __init__(self, slot: Slot, copy: Any) -> None:
         self.copy = copy
-        self._value = get_slot(slot)
+        self._value = _get(slot)
         self._version = _version(self._value)
 
     def is_of(self, now: Any) -> bool:

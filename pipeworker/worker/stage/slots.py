@@ -19,11 +19,11 @@ ABSENT = object()
 """In the place of a buffer or an attribute that there is not."""
 
 
-def get_slot(slot: Slot) -> Any:
-    """Return what is in a slot; None if nothing is."""
+def get_slot(slot: Slot, absent: object = None) -> Any:
+    """Return what is in a slot; `absent` if nothing is."""
     module, name = slot
     buffers = buffers_of(module)
-    return buffers[name] if name in buffers else vars(module).get(name)
+    return buffers[name] if name in buffers else vars(module).get(name, absent)
 
 
 def set_slot(slot: Slot, value: Any) -> None:
@@ -61,9 +61,9 @@ def copy_of(value: Any, copies: Copies) -> Any:
     return copies[id(value)]
 
 
-def is_same(now: torch.Tensor | None, before: torch.Tensor | None) -> bool:
+def is_same(now: object, before: object) -> bool:
     """Return whether two tensors have the same shape and values, or neither is there."""
-    if now is None or before is None:
+    if not (isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor)):
         return now is before
     if now.shape != before.shape or now.layout != before.layout or now.is_nested:
         return False

@@ -168,6 +168,16 @@ class Dropping(Table):
         self.table = 3.0  # type: ignore[assignment]
 
 
+class Deleting(Table):
+    """Has no table any more."""
+
+    def forward(self, x: float) -> float:
+        self.count += 1
+        if self.count == 5:
+            del self.table
+        return x if hasattr(self, "table") else -x
+
+
 class Zero(Table):
     """Has a number before it has a table."""
 
@@ -202,6 +212,7 @@ class Lazy(Table):
     [
         Scaled,
         Dropping,
+        Deleting,
         Zero,
         partial(Lazy, start=2),
         partial(Lazy, start=5),
