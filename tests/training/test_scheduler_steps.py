@@ -26,19 +26,30 @@ JOB = """
     def data():
         return [(torch.ones(4, 4), torch.ones(4, 1))] * 3
 """
+CHAINED = JOB.replace(
+    "return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=0.5)",
+    """schedules = torch.optim.lr_scheduler
+        cosine = schedules.CosineAnnealingLR(optimizer, steps, eta_min=0.5)
+        return schedules.ChainedScheduler([schedules.LinearLR(optimizer, 0.5, 1, 1), cosine])""",
+)
 WITHOUT_LENGTH = f"{JOB}\n    data = iter(data())\n"
 WORDS = ("--stages", "2", "--microbatches", "2", "--accumulate", "2")
 
 
 @slow
-def test_a_scheduler_follows_the_steps_of_the_run_and_of_its_continuation(jobs: Jobs) -> None:
+@pytest.mark.parametrize(
+    ("source", "first"), [(JOB, [1.0, 0.927, 0.75, 0.573]), (CHAINED, [0.5, 0.927, 0.75, 0.573])]
+)
+def test_a_scheduler_follows_the_steps_of_the_run_and_of_its_continuation(
+    jobs: Jobs, source: str, first: list[float]
+) -> None:
     """A resumed run is on the curve of its new number of steps, also where the first one ended."""
-    run = jobs.train(*WORDS, "--epochs", "2", source=JOB)
-    assert [row["lr"] for row in run.metrics] == pytest.approx([1.0, 0.927, 0.75, 0.573], abs=1e-3)
+    run = jobs.train(*WORDS, "--epochs", "2", source=source)
+    assert [row["lr"] for row in run.metrics] == pytest.approx(first, abs=1e-3)
     job_file = str(jobs.folder / "job.py")
     resume = ("launch", "--resume", "--run-dir", str(run.path), "--stages", "1")
     assert jobs.pipeworker(*resume, "--epochs", "4", job_file).returncode == 0
-    uncut = jobs.train(*WORDS, "--epochs", "4", source=JOB)
+    uncut = jobs.train(*WORDS, "--epochs", "4", source=source)
     rates = [row["lr"] for row in uncut.metrics]
     continued = Record(run.path)  # `run` has read its metrics before
     assert [row["lr"] for row in continued.metrics][4:] == rates[4:]

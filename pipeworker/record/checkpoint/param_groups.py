@@ -32,8 +32,18 @@ class SavedOptimizer:
     @property
     def scheduled(self) -> int | None:
         """How often the scheduler has made a step; None if its state does not have that."""
-        count = self.scheduler.get("last_epoch") if isinstance(self.scheduler, dict) else None
-        return count if type(count) is int and count >= 0 else None
+        return _steps_of(self.scheduler)
+
+
+def _steps_of(state: Any) -> int | None:
+    """Return the number of steps in a scheduler's state; a ``ChainedScheduler`` has its parts'."""
+    if not isinstance(state, dict):
+        return None
+    count, parts = state.get("last_epoch"), state.get("_schedulers")
+    if count is None and isinstance(parts, (list, tuple)):
+        counts = {_steps_of(part) for part in parts}
+        count = counts.pop() if len(counts) == 1 else None
+    return count if type(count) is int and count >= 0 else None
 
 
 @dataclass(frozen=True, slots=True)

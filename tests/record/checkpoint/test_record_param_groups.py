@@ -54,3 +54,20 @@ def test_as_many_schedulers_as_groups_stay_in_their_order() -> None:
     one, two = saved(state([0.1, 0.2], 5)), saved(state([0.3, 0.4], 5))
     groups = [SavedGroup(one, 1), SavedGroup(two, 0)]
     assert scheduler_state_for(one, groups, state([0.2, 0.3], 0)) == state([0.2, 0.3], 5)
+
+
+@pytest.mark.parametrize(
+    ("state", "steps"),
+    [
+        ({"last_epoch": 3}, 3),
+        ({"_schedulers": [{"last_epoch": 3}, {"last_epoch": 3}]}, 3),  # a ChainedScheduler
+        ({"_schedulers": [{"last_epoch": 3}, {"_schedulers": [{"last_epoch": 3}]}]}, 3),
+        ({"_schedulers": [{"last_epoch": 3}, {"last_epoch": 1}]}, None),
+        ({"_schedulers": []}, None),
+        ({"last_epoch": -1}, None),
+        ({"last_epoch": True}, None),
+        ([3], None),
+    ],
+)
+def test_the_steps_of_a_scheduler_are_in_its_state(state: Any, steps: int | None) -> None:
+    assert SavedOptimizer([{}], state).scheduled == steps
