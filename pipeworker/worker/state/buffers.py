@@ -79,6 +79,8 @@ class BufferGuard:
         with torch.no_grad():
             for place, before in zip(self._places, states, strict=False):
                 if before.tensor is not None and before.copy is not None:
+                    if before.tensor.shape != before.copy.shape:
+                        before.tensor.resize_(before.copy.shape)
                     if not is_same(before.tensor, before.copy):
                         before.tensor.copy_(before.copy)
                 elif before.tensor is not None and version_of(before.tensor) != before.version:

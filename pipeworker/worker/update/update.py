@@ -192,6 +192,12 @@ class Updater:
         if gradients and update.scale != 1.0:
             multiply(gradients, update.scale)
         if gradients and self._clip_value is not None:  # torch rejects an empty list
+            if any(gradient.is_sparse for gradient in gradients):
+                first, last = self._layers[0][0], self._layers[-1][0]
+                raise UsageError(
+                    f"--clip-grad-value: a parameter of layers {first} to {last} has a sparse "
+                    "gradient, which torch cannot clip by value; use --clip-grad-norm"
+                )
             torch.nn.utils.clip_grad_value_(self.parameters, self._clip_value)
         if self._before_update is None:
             return

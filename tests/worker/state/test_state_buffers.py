@@ -50,6 +50,17 @@ def test_what_a_failed_step_has_changed_is_restored() -> None:
     assert guard.restore() == ""  # nothing more to do
 
 
+def test_a_buffer_that_is_resized_gets_its_size_and_values_again() -> None:
+    layer = Averages()
+    guard = BufferGuard([layer])
+    guard.begin()
+    placed = layer.get_buffer("placed")
+    placed.resize_(7).fill_(2)
+    assert guard.restore() == ""
+    assert layer.get_buffer("placed") is placed
+    assert torch.equal(placed, torch.zeros(3))
+
+
 def test_a_whole_step_stays() -> None:
     layers: list[nn.Module] = [nn.BatchNorm1d(3)]
     guard = BufferGuard(layers)

@@ -163,6 +163,13 @@ def test_a_parameter_that_is_unfrozen_late_is_rejected_by_a_sharded_optimizer() 
     make([one], first=3).apply(Update(2))
 
 
+def test_a_sparse_gradient_is_not_clipped_by_value() -> None:
+    embedding = nn.Embedding(5, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(UsageError, match="--clip-grad-value: a parameter of layers 3 to 3 has a"):
+        make([embedding], first=3, clip_value=0.5).apply(Update(1))
+
+
 def test_squares_of_low_precision() -> None:
     linear = nn.Linear(100, 1, bias=False).half()
     linear.weight.grad = torch.full((1, 100), 300.0, dtype=torch.float16)
