@@ -270,3 +270,66 @@ def test_state_of_another_optimizer_is_recognized() -> None:
     adam.state[one] = {"momentum_buffer": torch.zeros(2, 2)}  # as SGD leaves it
     with pytest.raises(UserCodeError, match=r"KeyError: '\w+' \(its state may be that of another"):
         step(updater)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.5)
+
+
+def made(optimizer: Any = sgd, scheduler: Any = None, **options: Any) -> Updater:
+    job = JobFile(None, print, optimizer, None, scheduler)
+    return Updater([nn.Linear(1, 1, bias=False)], 0, job, steps=8, **options)
+
+
+def test_a_replica_that_updates_nothing_drops_its_gradients() -> None:
+    """With more replicas than parameters one has no optimizer, and its gradients begin anew too."""
+    updater = made(replica=1, replicas=2)
+    (parameter,) = updater.parameters
+    parameter.grad = torch.ones_like(parameter)
+    updater.apply(Update(1))
+    assert not updater.optimizers.all
+    assert parameter.grad is None
+
+
+def test_the_number_of_steps_is_kept_for_a_scheduler_that_takes_it() -> None:
+    """Another scheduler is not made again in a run that is resumed with other steps."""
+
+    def constant(optimizer: Any) -> Any:
+        return schedules.ConstantLR(optimizer)
+
+    def linear(optimizer: Any, steps: int) -> Any:
+        return schedules.LinearLR(optimizer, total_iters=steps)
+
+    assert made(scheduler=constant).steps == 0
+    assert made(scheduler=linear).steps == 8
+
+
+class Closing(torch.optim.SGD):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+def test_an_optimizer_whose_step_needs_a_closure_is_refused() -> None:
+    with pytest.raises(UsageError, match="evaluates the model inside its step"):
+        made(lambda params: Closing(params, lr=0.5))
+
+
+class HalfSaved(Stateless):
+    """A scheduler whose state nothing loads."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class Named(HalfSaved):
+    """A scheduler with a text in place of its optimizer."""
+
+    optimizer = "sgd"
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def test_a_scheduler_needs_both_halves_of_its_state() -> None:
+    with pytest.raises(UsageError, match="without state_dict"):
+        made(scheduler=lambda _: HalfSaved())
+    made(scheduler=lambda _: Named())

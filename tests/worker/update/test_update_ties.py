@@ -10,7 +10,9 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.facts.connections import Tie
+from pipeworker.job.file import JobFile
 from pipeworker.worker.update.ties import Ties, reject_common_memory, separate, shared_parameters
+from pipeworker.worker.update.update import Updater
 
 
 def test_a_separated_parameter_keeps_the_attributes_that_an_optimizer_may_read() -> None:
@@ -163,3 +165,19 @@ def test_a_tensor_that_overlaps_a_longer_one_before_a_shorter_one_is_found() -> 
     a.register_buffer("seen", flat[1:2])
     with pytest.raises(UsageError, match=r"^layers 0 and 1: 0\.weight and 1\.weight are two"):
         reject_common_memory([a, b])
+
+
+@pytest.mark.parametrize(("stage", "squares"), [(0, [25.0]), (1, [])])
+def test_the_stage_of_the_first_place_alone_counts_a_tied_weight_in_the_norm(
+    stage: int, squares: list[float]
+) -> None:
+    """It counts the sum over all places, once."""
+    layers = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    own = layers[stage]
+    tie = Tie(("0.weight", "1.weight"), (0, 1))
+    ties = Ties(stage, [tie], {stage: own}, lambda index: layers[index])
+    job = JobFile(None, print, lambda params: torch.optim.SGD(params, lr=0.5))
+    updater = Updater([own], stage, job, ties=ties)
+    own.get_parameter("weight").grad = torch.full((1, 1), 3.0 - stage)
+    ties.add_up({1 - stage: [torch.full((1, 1), 2.0 + stage)]})
+    assert updater.squares() == squares
