@@ -11,6 +11,7 @@ from pipeworker.host.agent import unreachable_reason
 from pipeworker.wire.lines import Fork
 from support.real_jobs.jobs import Jobs
 from support.real_jobs.sources import JOB
+from support.slow import slow
 
 
 def request(endpoint: str, generation: int = 1, local_rank: int = 0) -> Fork:
@@ -44,6 +45,7 @@ NONE_BLOCKED = (
 )
 
 
+@slow
 def test_a_job_runs_below_a_program_that_ignores_its_children_and_blocks_signals(
     jobs: Jobs,
 ) -> None:

@@ -103,6 +103,7 @@ def test_a_dry_run_prints_the_input_of_kubectl(job_file: Path) -> None:
 
 def test_paths_of_options_are_those_in_the_pods(job_file: Path) -> None:
     line = [*ON, "--dry-run", "--stages", "4", "--init-from", "/runs/w.safetensors"]
+    line += ["--set", "memory=4Gi"]  # which is not planned then
     ran = CliRunner().invoke(cli.main, [*line, "--threads", "3", str(job_file)])
     assert ran.exit_code == 0, ran.output
     assert "- /runs/w.safetensors\n" in ran.stdout
@@ -116,7 +117,7 @@ def test_paths_of_options_are_those_in_the_pods(job_file: Path) -> None:
 def test_a_cluster_runs_the_workers_of_all_replicas(job_file: Path, on: str, words: str) -> None:
     """Two hosts have two workers each; their ranks or launcher get the replicas as an option."""
     line = ["launch", "--on", on, "--stages", "2", "--replicas", "2", "--nodes", "2", "--dry-run"]
-    image = ["--set", "image=image"] if on == "kubernetes" else []
+    image = ["--set", "image=image", "--set", "memory=4Gi"] if on == "kubernetes" else []
     ran = CliRunner().invoke(cli.main, [*line, *image, str(job_file)])
     assert ran.exit_code == 0, ran.output
     text = " ".join(ran.stdout.replace("\n", " ").replace("- ", "").replace("'", "").split())
