@@ -16,6 +16,7 @@ from launcher import local
 from launcher.spec import Host, RemoteAgent
 from pipeworker.display.style import Style
 from pipeworker.host.lifetime import start_survivor
+from pipeworker.host.session_watcher import temporary_place
 from pipeworker.job.options import Options
 from pipeworker.record.lock import RunLock
 from pipeworker.record.rundir import RunDir
@@ -35,7 +36,8 @@ def temporary_run() -> Iterator[RunDir]:
     Raises:
         OSError: the folder cannot be made.
     """
-    folder = Path(tempfile.gettempdir(), f"pipeworker-{secrets.token_hex(4)}").absolute()
+    place = temporary_place() or Path(tempfile.gettempdir())  # it raises, or is the current folder
+    folder = place / f"pipeworker-{secrets.token_hex(4)}"
     run_dir = RunDir(folder / "run")
     child, writes = start_survivor("remover", partial(_remove, folder, run_dir.lock))
     try:

@@ -69,12 +69,20 @@ def choose_sockets_folder() -> str:
 
     It is "" if no folder of temporary files can be written, which most jobs do not need.
     """
+    temporary = temporary_place()
+    return str(temporary / f"pymp-{secrets.token_hex(4)}") if temporary else ""
+
+
+def temporary_place() -> Path | None:
+    """Return the folder of temporary files; None if none can be written.
+
+    ``tempfile.gettempdir()`` would write a file to try it, which stays if this process is killed.
+    """
     named = (os.environ.get(variable) for variable in ("TMPDIR", "TEMP", "TMP"))
     # The places of tempfile.gettempdir(), in its order, without the current folder.
     places = [*filter(None, named), "/tmp", "/var/tmp", "/usr/tmp"]
-    usable = (place for place in places if os.access(place, os.W_OK | os.X_OK))
-    temporary = next(usable, "")
-    return str(Path(temporary).absolute() / f"pymp-{secrets.token_hex(4)}") if temporary else ""
+    usable = (Path(place).absolute() for place in places if os.access(place, os.W_OK | os.X_OK))
+    return next(usable, None)
 
 
 def share_sockets_folder(folder: str) -> None:
@@ -86,8 +94,6 @@ def share_sockets_folder(folder: str) -> None:
     if folder:
         with suppress(OSError):
             Path(folder).mkdir(mode=0o700)
-            # tempfile.gettempdir() would write a file to try it, which stays if this process is
-            # killed then.
             tempfile.tempdir = str(Path(folder).parent)
             # What get_temp_dir() does, with a name that a watcher knew before.
             multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]

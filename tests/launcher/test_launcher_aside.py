@@ -28,7 +28,7 @@ with temporary_run() as run_dir:
 def test_a_temporary_run_is_removed_at_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with temporary_run() as run_dir:
         assert run_dir.path.is_dir()
         assert (run_dir.path.parent.stat().st_mode & 0o777) == 0o700
