@@ -103,6 +103,10 @@ class Updater:
             ]
         self.optimizers = StageOptimizers.make(job, arguments, own, steps)
 
+    @property
+    def _range(self) -> str:
+        return f"layers {self._layers[0][0]} to {self._layers[-1][0]}"
+
     def squares(self) -> list[float]:
         """Return floats whose exact sum is the squared 2-norm of the stage's gradient.
 
@@ -134,16 +138,14 @@ class Updater:
             UserCodeError: the optimizer, the scheduler or ``before_update`` raised.
         """
         if self._is_frozen and any(p.requires_grad for p in self._all):
-            first, last = self._layers[0][0], self._layers[-1][0]
             raise UsageError(
-                f"a parameter of layers {first} to {last} requires grad now, while none did at the "
+                f"a parameter of {self._range} requires grad now, while none did at the "
                 "start, so their stage has no optimizer; call requires_grad_() in model() instead, "
                 "and continue with --resume"
             )
         if any(p.requires_grad for p in self._apart):
-            first, last = self._layers[0][0], self._layers[-1][0]
             raise UsageError(
-                f"a parameter of layers {first} to {last} requires grad now, and did not at the "
+                f"a parameter of {self._range} requires grad now, and did not at the "
                 "start, so no replica updates it for all; call requires_grad_() before the start, "
                 "or leave out --shard-optimizer"
             )
@@ -193,9 +195,8 @@ class Updater:
             multiply(gradients, update.scale)
         if gradients and self._clip_value is not None:  # torch rejects an empty list
             if any(gradient.is_sparse for gradient in gradients):
-                first, last = self._layers[0][0], self._layers[-1][0]
                 raise UsageError(
-                    f"--clip-grad-value: a parameter of layers {first} to {last} has a sparse "
+                    f"--clip-grad-value: a parameter of {self._range} has a sparse "
                     "gradient, which torch cannot clip by value; use --clip-grad-norm"
                 )
             torch.nn.utils.clip_grad_value_(self.parameters, self._clip_value)
