@@ -9,6 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 import cli
+from launcher import evaluate
+from pipeworker.facts.criterion import Criterion
+from pipeworker.record.rundir import RunDir
 from support.real_jobs.compare import assert_same
 from support.real_jobs.jobs import Jobs
 from support.real_jobs.sources import DROPOUT_JOB, JOB
@@ -118,3 +121,22 @@ def test_a_script_evaluates_its_own_runs(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(record))
     found = CliRunner().invoke(cli.main, ["evaluate", str(tmp_path)])
     assert "a script is the job of this run" in found.output
+
+
+def test_a_run_keeps_the_checkpoint_that_is_evaluated(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = JOB + "\n    def evaluation():\n        return [next(iter(data()))]\n"
+    words = ("--stages", "1", "--steps", "2", "--checkpoint-every", "1", "--keep", "9")
+    run = jobs.train(*words, source=source)
+    checkpoints, kept = RunDir(run.path).checkpoints, []
+
+    def prune(*_: object) -> None:
+        checkpoints.prune(1, Criterion("loss"))
+        kept.extend(checkpoints.steps())
+
+    monkeypatch.setattr(evaluate, "run_aside", prune)
+    CliRunner().invoke(cli.main, ["evaluate", "--checkpoint", "1", str(run.path)])
+    assert kept == [1, 2]
+    prune()
+    assert checkpoints.steps() == [2]

@@ -51,3 +51,9 @@ def test_a_wrong_number_is_an_error(wrong: Any) -> None:
 def test_an_exception_is_blamed_on_the_function() -> None:
     with pytest.raises(UserCodeError, match=r"tokens\(\) raised AttributeError"):
         count_tokens((IDS, IDS), lambda batch: batch[0].sizes)
+
+
+def test_a_tensor_that_is_no_integer_is_named_by_its_dtype() -> None:
+    text = r"returned a tensor of torch.float32 and shape \(\); return a number"
+    with pytest.raises(UsageError, match=text):
+        count_tokens((IDS, IDS), lambda _: torch.tensor(3.0))
