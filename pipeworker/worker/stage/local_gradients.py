@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, wraps
 from typing import Any
@@ -11,11 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeworker.errors import UsageError
 from pipeworker.worker.internals import version_of
 from pipeworker.worker.stage.microbatch import MicroBatch
+from pipeworker.worker.stage.rarely import is_checked
 
 _thread = threading.local()
 _Gradients = list[torch.Tensor | None]
+_State = tuple[torch.Tensor | None, int]
+"""A gradient, and its version."""
+_NONE: _State = None, 0
+_WATCHED = 64
+"""The number of first forwards that are checked; see :func:`is_checked` for the later ones."""
 
 
 class LocalGradients:
@@ -23,37 +30,65 @@ class LocalGradients:
 
     They are added to those of the backward as it begins. So each is added once, also with
     recompute, and in the order of the plain loop under every schedule. A forward that calls no
-    ``backward()`` costs nothing.
+    ``backward()`` costs nothing, but some are checked: a gradient that comes another way is an
+    error.
     """
 
-    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
-        self._weights = weights
+    def __init__(self, weights: Sequence[nn.Parameter], name_of: Callable[[int], str]) -> None:
+        self._weights, self._name_of = weights, name_of
+        self._forwards = 0
         _intercept_backward()
 
     def forward(self, mb: MicroBatch | None) -> AbstractContextManager[None]:
         """Keep for the backward what the forward inside the context accumulates.
 
         Without a micro-batch, as in the recompute, drop it.
+
+        Raises:
+            UsageError: the forward has changed a gradient without ``torch.autograd.backward``.
         """
-        return _Forward(self._weights, mb)
+        self._forwards += 1
+        check = self._check if is_checked(self._forwards, _WATCHED) else None
+        return _Forward(self._weights, mb, check)
+
+    def _check(self, before: Sequence[_State]) -> None:
+        """Refuse gradients that differ from those before a forward without ``backward()``."""
+        for number, (state, weight) in enumerate(zip(before, self._weights, strict=True)):
+            if not _is_same(state, weight.grad):
+                raise UsageError(
+                    f"{self._name_of(number)}: a forward has changed its gradient without calling "
+                    "torch.autograd.backward; have it call backward() of a loss of its own, whose "
+                    "gradients are counted once under every schedule and recompute mode"
+                )
 
 
 class _Forward:
     """One forward; from its first ``backward()`` to its end weights have local gradients only."""
 
-    def __init__(self, weights: Sequence[nn.Parameter], mb: MicroBatch | None) -> None:
-        self._weights, self._mb = weights, mb
+    def __init__(
+        self,
+        weights: Sequence[nn.Parameter],
+        mb: MicroBatch | None,
+        check: Callable[[Sequence[_State]], None] | None,
+    ) -> None:
+        self._weights, self._mb, self._check = weights, mb, check
         self._held: _Gradients | None = None
+        self._before: Sequence[_State] = ()
         self._parts: dict[nn.Parameter, list[torch.Tensor]] = {}
-        self._left: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}
+        self._left: dict[nn.Parameter, _State] = {}
         """The gradient that each weight was left with, and its version."""
 
     def __enter__(self) -> None:
         _thread.forward = self
+        if self._check is not None:
+            self._before = [_state_of(weight.grad) for weight in self._weights]
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         _thread.forward = None
-        if self._held is not None:
+        if self._held is None:
+            if self._check is not None and kind is None:
+                self._check(self._before)
+        else:
             added = self._end(self._held)
             if self._mb is not None:
                 self._mb.local_gradients = added
@@ -77,7 +112,7 @@ class _Forward:
                     self._parts[weight] = [] if old is None else [old]
                 self._parts[weight].append(new)
                 weight.grad = new if old is None else old + new
-                self._left[weight] = weight.grad, version_of(weight.grad)
+                self._left[weight] = _state_of(weight.grad)
 
     def _end(self, held: _Gradients) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
         """Return the gradients in order, and give the weights those that they had before.
@@ -95,8 +130,7 @@ class _Forward:
 
     def _is_left(self, weight: nn.Parameter, gradient: torch.Tensor | None) -> bool:
         """Return whether a weight's gradient is what was left to it."""
-        left, version = self._left.get(weight, (None, 0))
-        return left is not None and left is gradient and version_of(left) == version
+        return gradient is not None and _is_same(self._left.get(weight, _NONE), gradient)
 
     def _exchange(self, gradients: _Gradients) -> _Gradients:
         """Give the weights these gradients; return those that they had."""
@@ -104,6 +138,15 @@ class _Forward:
         for weight, gradient in zip(self._weights, gradients, strict=True):
             weight.grad = gradient
         return held
+
+
+def _state_of(gradient: torch.Tensor | None) -> _State:
+    return _NONE if gradient is None else (gradient, version_of(gradient))
+
+
+def _is_same(state: _State, gradient: torch.Tensor | None) -> bool:
+    """Return whether a gradient is that of a state, and unchanged."""
+    return gradient is state[0] and _state_of(gradient)[1] == state[1]
 
 
 @cache

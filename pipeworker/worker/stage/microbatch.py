@@ -53,11 +53,11 @@ class MicroBatch:
 
         loss, count: scalars that ``loss`` returned, on the last stage.
 
-        edges, boundary, buffers_before, weights_version, checksums, weight_gradients, offloaded,
+        edges, boundary, buffers_before, is_checked, checksums, weight_gradients, offloaded,
         local_gradients:
             state that the stage keeps from one of its actions to the next: where the graph begins,
             for a split backward; gradients caught there; values of buffers before the first
-            forward; the number of changes of the weights then; those of its output; the second half
+            forward; whether its recompute is checked; the checksums of its output; the second half
             of the backward; what the graph saved; gradients that the forward has accumulated.
     """
 
@@ -84,7 +84,7 @@ class MicroBatch:
     edges: Sequence[GradientEdge] = ()
     boundary: Gradients | None = None
     buffers_before: BufferValues | None = None
-    weights_version: int | None = None
+    is_checked: bool = False
     checksums: tuple[int, ...] = ()
     weight_gradients: DeferredBackward | None = None
     offloaded: SavedGraph | None = None

@@ -4,14 +4,15 @@ The plain loop runs the backward of a micro-batch before the forward of the next
 keeps graphs runs several forwards first. If a forward changes a buffer in place and the graph has
 saved it, as in ``x * self.scale``, the backward would read what a later forward made of it. Some
 changes leave no trace in the tensor's version, as those of batch norm's kernels and of
-``buffer.data``, so torch would not notice.
+``buffer.data``, so torch would not notice. A parameter cannot be replaced by a copy, because an
+optimizer has it: such a change of one is an error.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +20,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
+from pipeworker.errors import UsageError
+from pipeworker.worker import blame
 from pipeworker.worker.internals import (
     SAVED_PREFIX,
     buffers_of,
@@ -27,11 +30,16 @@ from pipeworker.worker.internals import (
 )
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.offload import Offload, Packed, addresses_of
+from pipeworker.worker.stage.rarely import is_checked
 from pipeworker.worker.stage.slots import Copies, Slot, copy_of, get_slot, is_small, set_slot
 from pipeworker.worker.stage.values import checksums, distinct_tensors, versions
 
 _UNUSED = (f"{SAVED_PREFIX}running_mean", f"{SAVED_PREFIX}running_var")
 """The names of the tensors that a batch norm in training saves, and does not use."""
+_KEEP_IN_BUFFER = (
+    "change weights in the optimizer's step() or in before_update(), and keep what forwards change "
+    "in buffers (register_buffer)"
+)
 
 
 class SavedBuffers:
@@ -42,26 +50,50 @@ class SavedBuffers:
     a temperature that falls at times. After each forward the layers continue with copies, and the
     graph keeps the originals. A tensor in a plain attribute is treated as a buffer. Such tensors
     stay on the device.
+
+    Whether a parameter changes, or another buffer does later, the second graph of the first
+    mini-batch shows, of the second one, the fourth and so on. The first of the layers has the index
+    `first` in the model.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], offload: Offload | None = None) -> None:
-        self._offload = offload
+    def __init__(
+        self, layers: Sequence[nn.Module], first: int, offload: Offload | None = None
+    ) -> None:
+        self._layers, self._first, self._offload = layers, first, offload
         whole = nn.ModuleList(layers)
         self._modules, self._weights = [*whole.modules()], [*whole.parameters()]
         self._slots: list[Slot] | None = None
+        self._mini_batches = self._graphs = 0
 
     @property
     def is_empty(self) -> bool:
         """Whether the stage is known to have no such buffer."""
         return self._slots == []
 
+    def begin(self) -> None:
+        """Start a mini-batch: no graph is kept."""
+        self._mini_batches += 1
+        self._graphs = 0
+
+    def forward(self, mb: MicroBatch) -> AbstractContextManager[None]:
+        """Leave to the graph of the forward inside the context what it saves.
+
+        Raises:
+            UsageError: it has changed, without a trace, what graphs save.
+        """
+        self._graphs += 1
+        is_due = self._graphs == 2 and is_checked(self._mini_batches)
+        return self._forward(mb, is_due) if is_due or not self.is_empty else nullcontext()
+
     @contextmanager
-    def forward(self, mb: MicroBatch) -> Iterator[None]:
-        """Leave to the graph of the forward inside the context what it saves."""
+    def _forward(self, mb: MicroBatch, is_due: bool) -> Iterator[None]:
         before = self._candidates() if self._slots is None else {}
+        others = self._others() if is_due else {}
         yield
         if self._slots is None:
             self._slots = _saved_and_changing(before, mb.output)
+        if is_due:
+            _check_unchanged(others, mb)
         copies: Copies = {}
         for slot in self._slots:
             set_slot(slot, copy_of(get_slot(slot), copies))
@@ -77,8 +109,8 @@ class SavedBuffers:
         found = {
             (module, name): value
             for module in self._modules
-            for name, value in (*buffers_of(module).items(), *vars(module).items())
-            if isinstance(value, torch.Tensor) and not is_fake(value)
+            for name, value in _tensors_of(module)
+            if not is_fake(value)
         }
         distinct = {id(t): t for t in (*found.values(), *self._weights)}
         uses: Counter[int | None] = Counter(addresses_of(distinct.values()))
@@ -88,8 +120,29 @@ class SavedBuffers:
             if not value.requires_grad and uses[_address(value)] == 1
         }
 
+    def _others(self) -> dict[str, tuple[torch.Tensor, _State]]:
+        """Return the tensors that no copy replaces, parameters among them, and their states."""
+        replaced = {*(self._slots or ())}
+        return {
+            f"{blame.layer(index, blame.kind_of(layer))}: {folder}{'.' * bool(folder)}{name}": (
+                value,
+                _state_of(value),
+            )
+            for index, layer in enumerate(self._layers, self._first)
+            for folder, module in layer.named_modules()
+            for name, value in (*module.named_parameters(recurse=False), *_tensors_of(module))
+            if (module, name) not in replaced
+        }
+
 
 _State = tuple[list[int], tuple[int, ...]]
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers of a module by itself, and the tensors in its attributes, by name."""
+    for name, value in (*buffers_of(module).items(), *vars(module).items()):
+        if isinstance(value, torch.Tensor):
+            yield name, value
 
 
 def _state_of(tensor: torch.Tensor) -> _State:
@@ -112,6 +165,24 @@ def _saved_and_changing(before: dict[Slot, tuple[torch.Tensor, _State]], output:
     ]
     saved = {*_saved_storages(output)} if changing else ()
     return [slot for slot in changing if _address(before[slot][0]) in saved]
+
+
+def _check_unchanged(before: Mapping[str, tuple[torch.Tensor, _State]], mb: MicroBatch) -> None:
+    """Refuse a forward that has changed, without a trace, a tensor that its graph has saved too."""
+    changed = {
+        name: value
+        for name, (value, (version, numbers)) in before.items()
+        if versions(value) == version and checksums(value) != numbers
+    }
+    saved = {*_saved_storages(mb.output)} if changed else ()
+    for name, value in changed.items():
+        if _address(value) in saved:
+            is_weight = isinstance(value, nn.Parameter)
+            raise UsageError(
+                f"{name}: the forward of micro-batch {mb.number} has changed it without a trace "
+                "(.data), and backwards need what it was in earlier forwards; "
+                + (_KEEP_IN_BUFFER if is_weight else "use --recompute always")
+            )
 
 
 def _saved_storages(output: Any) -> Iterator[int | None]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.worker import blame
+from pipeworker.worker.stage.rarely import is_checked
 from pipeworker.worker.stage.slots import Slot, get_slot
 from pipeworker.worker.stage.values import checksums, versions
 
@@ -55,7 +56,7 @@ class SharedBuffers:
             UsageError: a buffer has changed.
         """
         self._checks += 1
-        is_due = self._checks & (self._checks - 1) == 0
+        is_due = is_checked(self._checks)
         for slot, (buffer, version, numbers) in self._known.items():
             now = get_slot(slot)
             is_searched = is_due or (buffer.is_cpu and buffer.nbytes <= _SMALL)

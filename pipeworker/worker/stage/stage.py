@@ -28,6 +28,7 @@ from pipeworker.worker.stage.microbatch import (
     pass_boundary,
 )
 from pipeworker.worker.stage.offload import Copies, Offload
+from pipeworker.worker.stage.rarely import is_checked
 from pipeworker.worker.stage.recompute import Buffers
 from pipeworker.worker.stage.saved_buffers import SavedBuffers
 from pipeworker.worker.stage.shared_buffers import SharedBuffers
@@ -42,7 +43,7 @@ from pipeworker.worker.transport.layout import aligned_copy
 
 Loss = Callable[[Any, Any], Any]
 _WATCHED = 64
-"""The number of recomputes that are checked, because a mistake shows in the first."""
+"""The number of first recomputes that are checked; see :func:`is_checked` for the later ones."""
 _CHANGED = (
     ", by a hook that updates them inside a backward, or by a layer; use --recompute never, or "
     "leave updates to optimizer()"
@@ -79,13 +80,13 @@ class Stage:
         self._buffers = Buffers(self.layers)
         self._borrowing = config.borrowing
         self._offload = Offload(self.layers, copies) if copies is not None else None
-        self._saved = SavedBuffers(self.layers, self._offload)
+        self._saved = SavedBuffers(self.layers, config.first, self._offload)
         self._shared = SharedBuffers(self.layers, config.first, config.shared_buffers)
         self._input_changes: bool | None = None
         self._weights = [*nn.ModuleList(self.layers).parameters()]  # each once
         self._trained: list[bool] | None = None  # as the first micro-batch leaves them
-        self._local = LocalGradients(self._weights)
-        self._watched = _WATCHED
+        self._local = LocalGradients(self._weights, self._weight_name)
+        self._repeated = 0  # forwards that are recomputed
         self._version: int | None = None  # of the weights, before forwards that are recomputed
         self.checks_outputs = config.device.type == "cpu"
         """Whether recomputed outputs are compared: other devices have kernels whose bits differ."""
@@ -102,6 +103,7 @@ class Stage:
         self._loss_scale = loss_scale
         self._layers.begin(step, first)
         self._buffers.begin()
+        self._saved.begin()
         self._shared.begin()
         self._trained = self._version = None
         if self._offload is not None:
@@ -136,9 +138,8 @@ class Stage:
 
     def _forward(self, mb: MicroBatch) -> None:
         if not mb.recompute:
-            saves = nullcontext() if self._saved.is_empty else self._saved.forward(mb)
             moves = self._offload.saving(mb) if self._offload and mb.offload else nullcontext()
-            with saves, moves:
+            with self._saved.forward(mb), moves:
                 mb.output = self._run(mb, mb.value, mb.arrived, Phase.FORWARD)
             return
         # The graph of this forward is dropped at once. It is built nevertheless: kernels may depend
@@ -150,12 +151,12 @@ class Stage:
         before = [*map(versions, inputs)]
         if self._version is None:
             self._version = self._weights_version()
-        if self._watched:
-            mb.weights_version = self._weights_version()
+        self._repeated += 1
+        mb.is_checked = is_checked(self._repeated, _WATCHED)
         with self._buffers.first_forward(mb):
             value, arrived, mb.target = inputs
             output = self._run(mb, value, arrived, Phase.FORWARD)
-        if self._watched and self.checks_outputs:
+        if mb.is_checked and self.checks_outputs:
             mb.checksums = checksums(output)
         mb.edges = ()
         changed, mb.target = [*map(versions, inputs)] != before, target
@@ -183,16 +184,18 @@ class Stage:
         mb.outgoing = None
         mb.departing.clear()
 
+    def _weight_name(self, number: int) -> str:
+        """Return the name for errors of the parameter with a number within the stage."""
+        names = [name for name, _ in nn.ModuleList(self.layers).named_parameters()]
+        index, _, name = names[number].partition(".")
+        return f"{self.name_of(self.first + int(index))}: {name}"
+
     def _weights_version(self) -> int:
         return sum(map(version_of, self._weights))
 
     def _check_weights(self, mb: MicroBatch) -> None:
         """Reject an update inside a backward, such as a hook's that steps an optimizer."""
-        version, mb.weights_version = mb.weights_version, None
-        if version is None:
-            return
-        self._watched = max(0, self._watched - 1)
-        if version != self._weights_version():
+        if mb.is_checked and self._version != self._weights_version():
             raise UsageError(
                 f"stage {self.index}: weights were changed between the forward of micro-batch "
                 f"{mb.number} and its recompute{_CHANGED}"

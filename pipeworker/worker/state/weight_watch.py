@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from pipeworker.worker.internals import version_of
+from pipeworker.worker.stage.values import checksums
 
 
 class WeightWatch:
@@ -15,7 +16,8 @@ class WeightWatch:
 
     Weights and optimizer state usually change in updates alone. The versions of those that a
     snapshot has are compared before the next update: a version that is another one is a
-    forward's work. Until one step was watched, every tensor may be such.
+    forward's work. Until one step was watched, every tensor may be such; in that step the numbers
+    are compared too, because ``weight.data.mul_(mask)`` leaves no trace in the version.
     """
 
     def __init__(self) -> None:
@@ -23,8 +25,8 @@ class WeightWatch:
         self._changing: set[int] | None = None
         """Addresses of such tensors; None before the first step was watched."""
         self._step = -1
-        self._copied_later: list[tuple[torch.Tensor, int]] = []
-        self._copied_at_once: list[tuple[torch.Tensor, int]] = []
+        self._copied_later: list[_Watched] = []
+        self._copied_at_once: list[_Watched] = []
         self._torn: list[int] = []
 
     def may_change(self, tensor: torch.Tensor) -> bool:
@@ -35,10 +37,13 @@ class WeightWatch:
         self, step: int, later: Sequence[torch.Tensor], at_once: Sequence[torch.Tensor]
     ) -> None:
         """Watch the tensors of the snapshot of `step`, of which some are copied later."""
+        is_first = self._changing is None
         with self._lock:
             self._step = step
-            self._copied_later = [(tensor, version_of(tensor)) for tensor in later]
-            self._copied_at_once = [(tensor, version_of(tensor)) for tensor in at_once]
+            self._copied_later = [(t, version_of(t), ()) for t in later]
+            self._copied_at_once = [
+                (t, version_of(t), checksums(t) if is_first else ()) for t in at_once
+            ]
 
     def end(self) -> int:
         """Stop watching, because an update is about to change the tensors.
@@ -64,5 +69,13 @@ class WeightWatch:
             return [*self._torn, *([self._step] if _changed(self._copied_later) else [])]
 
 
-def _changed(watched: Sequence[tuple[torch.Tensor, int]]) -> set[int]:
-    return {tensor.data_ptr() for tensor, version in watched if version_of(tensor) != version}
+_Watched = tuple[torch.Tensor, int, tuple[int, ...]]
+"""A tensor, its version, and its checksum if its numbers are compared."""
+
+
+def _changed(watched: Sequence[_Watched]) -> set[int]:
+    return {
+        tensor.data_ptr()
+        for tensor, version, numbers in watched
+        if version_of(tensor) != version or (numbers and checksums(tensor) != numbers)
+    }

@@ -153,3 +153,31 @@ def test_what_a_layer_makes_of_its_gradient_counts() -> None:
     (loss(plain(x), target) / COUNT).backward()  # type: ignore[no-untyped-call]
     for ours, other in zip(layers.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, other.grad)  # type: ignore[arg-type]
+
+
+class Assigns(Local):
+    """Sets the gradient of its own loss itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = nn.functional.linear(x.detach(), self.weight).pow(2).mean()
+        (gradient,) = torch.autograd.grad(own, [self.weight])
+        self.weight.grad = gradient if self.weight.grad is None else self.weight.grad + gradient
+        return x
+
+
+class AddsInPlace(Assigns):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight.grad is None:
+            return super().forward(x)
+        self.weight.grad.add_(1)
+        return x
+
+
+@pytest.mark.parametrize("kind", [Assigns, AddsInPlace])
+def test_a_gradient_that_a_layer_sets_itself_is_refused(kind: type[Local]) -> None:
+    layers = net(kind)
+    stage = Stage([*layers], StageConfig(0, 4, 3, torch.device("cpu")), Tracker(), loss)
+    stage.begin(1)
+    layers[1].weight.grad = torch.ones(WIDTH, WIDTH)
+    with pytest.raises(UsageError, match=rf"^layer 5 \({kind.__name__}\): weight: .* its gradient"):
+        stage.forward(microbatch(0))

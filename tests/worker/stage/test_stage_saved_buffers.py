@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pipeworker.errors import UsageError
 from pipeworker.host.position import Tracker
 from pipeworker.worker.internals import FakeTensorMode
 from pipeworker.worker.stage.layers import StageConfig
@@ -120,7 +122,7 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).pow(2).mean()
 
 
-def layers(kind: type[nn.Module]) -> nn.Sequential:
+def layers(kind: Callable[[], nn.Module]) -> nn.Sequential:
     torch.manual_seed(1)
     return nn.Sequential(kind(), nn.Tanh(), kind(), nn.Linear(WIDTH, 1))
 
@@ -163,7 +165,115 @@ def test_fake_tensors_have_no_bits_to_compare() -> None:
     with FakeTensorMode():
         layer, scale, mb = nn.Identity(), torch.ones(WIDTH), MicroBatch(0)
         layer.register_buffer("scale", scale)
-        saved = SavedBuffers([layer])
+        saved = SavedBuffers([layer], 0)
         with saved.forward(mb):
             mb.output = scale.mul_(2) * torch.ones(2, WIDTH)
     assert saved.is_empty
+
+
+class Masked(nn.Linear):
+    """Masks its weights in place in every forward, which changes them in the first one alone."""
+
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("mask", torch.ones(WIDTH, WIDTH).tril())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data *= self.mask
+        return super().forward(x)
+
+
+class Teacher(nn.Linear):
+    """Adds what a moving average of its weights gives, which no graph saves."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.teacher.weight
+        weight.data = weight.data * 0.9 + self.weight.data * 0.1
+        with torch.no_grad():
+            other: torch.Tensor = self.teacher(x)
+        return super().forward(x) + other
+
+
+class PowerIteration(nn.Linear):
+    """Divides by a norm that it estimates by a vector in a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.u = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.u.data = F.normalize(self.weight.data @ self.u.data, dim=0)
+        norm: torch.Tensor = (self.weight @ self.u).norm()
+        return super().forward(x) / norm
+
+
+class Decays(nn.Linear):
+    """Decays its weights in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.mul_(0.9)
+        return super().forward(x)
+
+
+class LateStatistics(Renorm):
+    """Uses the statistics from the second mini-batch on."""
+
+    forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        y = nn.Linear.forward(self, x)
+        normal: torch.Tensor = self.norm(y)
+        return normal if self.forwards <= 4 else super().forward(x)
+
+
+def train(kind: Callable[[], nn.Module], counts: Sequence[int]) -> None:
+    """Train a stage by mini-batches of as many micro-batches as `counts` has, like a plain loop."""
+    net, plain = layers(kind), layers(kind)
+    stage = Stage([*net], StageConfig(0, 0, 3, torch.device("cpu")), Tracker(), loss)
+    for step, count in enumerate(counts):
+        stage.begin(step)
+        mbs = [MicroBatch(m, 0.25) for m in range(count)]
+        for mb, x in zip(mbs, inputs(step), strict=False):
+            mb.value, mb.wants_grad, mb.target = x, (False,), torch.zeros(())
+            stage.forward(mb)
+            (loss(plain(x), torch.zeros(())) * 0.25).backward()  # type: ignore[no-untyped-call]
+        for mb in mbs:
+            stage.backward(mb)
+        for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+            assert one.grad is other.grad or torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [Masked, Teacher, partial(nn.BatchNorm1d, WIDTH)])
+def test_parameters_may_change_where_no_backward_needs_their_old_numbers(
+    kind: Callable[[], nn.Module],
+) -> None:
+    train(kind, [4, 4, 4])
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "advice"),
+    [
+        (PowerIteration, r"layer 0 \(PowerIteration\): u", "keep what forwards change in buffers"),
+        (Decays, r"layer 2 \(Decays\): weight", "change weights in the optimizer's step"),
+        (LateStatistics, "layer 0 .*: norm.running_mean", "use --recompute always"),
+    ],
+)
+def test_a_change_without_a_trace_of_what_a_graph_has_saved_is_refused(
+    kind: type[nn.Module], place: str, advice: str
+) -> None:
+    with pytest.raises(UsageError, match=f"{place}: the forward of micro-batch 1 .* {advice}"):
+        train(kind, [4, 4])
+
+
+def test_a_mini_batch_of_one_micro_batch_may_change_its_weights() -> None:
+    train(Decays, [1, 1, 1])

@@ -413,6 +413,25 @@ def test_a_forward_that_changes_weights_late_is_refused_where_forwards_are_repea
         made.end()
 
 
+class CountsLate(nn.Linear):
+    """Uses the number of its forwards, which is no tensor, after those that are all checked."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * max(1, self.calls - 200)
+
+
+def test_a_recompute_that_begins_to_differ_late_is_found_by_the_rare_checks() -> None:
+    made = stage([CountsLate(2, 2)])
+    inputs = [torch.ones(2, 2)]
+    for _ in range(127):
+        run(made, inputs, recompute=True)
+    with pytest.raises(UsageError, match="has other numbers in the recompute"):
+        run(made, inputs, recompute=True)
+
+
 class Keeps(nn.Module):
     """Uses a tensor of its last forward, which a plain attribute holds."""
 

@@ -147,6 +147,21 @@ def test_weights_that_a_forward_has_changed_are_copied_at_once(
     assert torch.equal(TensorFile(files.model)["0.weight"], before)
 
 
+def test_weights_that_forwards_mask_without_a_trace_are_copied_at_once(
+    layer_writer: WriterOfLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, writer = layer_writer.layer, layer_writer.writer
+    monkeypatch.setattr(writer._copies, "submit", lambda task: pytest.fail("it is copied later"))
+    for step in (1, 2):
+        before = layer.weight.detach().clone()
+        writer.copy(Copy(step, 0), layer_writer.parts, set(), None)
+        layer.weight.data.mul_(0.5)  # a forward of the next step
+        writer.wait_copied()
+        assert writer.complete[0] == step
+        files = snapshot_files(layer_writer.memories[0], step, 1)
+        assert torch.equal(TensorFile(files.model)["0.weight"], before)
+
+
 def test_a_checkpoint_whose_weights_a_forward_has_changed_is_none(
     layer_writer: WriterOfLayer, late_copies: threading.Event
 ) -> None:
