@@ -140,7 +140,7 @@ class LocalStages:
             keeps_weights,
             stage.first,
             updater.steps,
-            None if optimizers.wants_metric else optimizers.restart_schedulers,
+            optimizers.restart_schedulers,
             self.adapters if index == 0 and keeps_weights else None,
         )
 

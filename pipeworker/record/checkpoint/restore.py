@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.facts.layer_names import LayerNames
@@ -288,11 +289,13 @@ def _restore_updates(stage: StageState, saved: _SavedState, user_code: UserCode)
             groups = _restore_optimizer(update.optimizer, origin, saved, names)
             if update.scheduler is not None and origin.scheduler is not None:
                 scheduled.append((update, origin, groups))
-    counts = [_restart_count(stage, update, origin) for update, origin, _ in scheduled]
-    count = counts[0] if counts and {*counts} == {counts[0]} else None
+    by_loss = [one for one in scheduled if isinstance(one[0].scheduler, ReduceLROnPlateau)]
+    by_step = [one for one in scheduled if not isinstance(one[0].scheduler, ReduceLROnPlateau)]
+    counts = {_restart_count(stage, update, origin) for update, origin, _ in by_step}
+    count = counts.pop() if len(counts) == 1 else None
     if stage.restart_schedulers and count is not None:
         stage.restart_schedulers(count)
-        return
+        scheduled = by_loss
     for update, origin, groups in scheduled:
         state = scheduler_state_for(origin, groups, update.schedule)
         with user_code("load_state_dict() of the scheduler"):

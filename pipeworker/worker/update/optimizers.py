@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import warnings
@@ -51,6 +52,8 @@ class StageOptimizers:
     """The tensors that the optimizers have besides the stage's parameters."""
     _groups: Sequence[int] = ()
     """The number of parameter groups of each of `all`."""
+    _rates: Sequence[Sequence[tuple[Any, Any]]] = ()
+    """Of each group of `all`, the learning rates before and after the schedulers were made."""
 
     @classmethod
     def make(
@@ -84,8 +87,13 @@ class StageOptimizers:
         made = cls(returned, list(compress(every, used)), leading, _used=used, _others=others)
         if job.scheduler is not None:
             made._make_schedulers = partial(call_scheduler, job.scheduler, returned, steps)
+            rates = made._group_rates("lr")
             with user_code("scheduler()", early=True):
                 schedulers = made._make_schedulers()
+            made._rates = [
+                [*zip(*both, strict=True)]
+                for both in zip(rates, made._group_rates("initial_lr"), strict=True)
+            ]
             schedulers = _checked_schedulers(schedulers, returned, every)
             made.schedulers = list(compress(schedulers, used))
         made._groups = made._count_groups()
@@ -163,26 +171,41 @@ class StageOptimizers:
     def restart_schedulers(self, count: int) -> None:
         """Make the schedulers again, as they are after `count` calls of step.
 
-        The learning rates begin with those that the parameter groups began with.
+        The learning rates begin with those that the parameter groups began with. A scheduler that
+        uses the evaluation loss is left alone.
 
         Raises:
             UserCodeError: a scheduler raised.
         """
         assert self._make_schedulers
-        for group in (group for optimizer in self.all for group in optimizer.param_groups):
-            if "initial_lr" not in group:  # of an optimizer without a scheduler
-                continue
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(group["initial_lr"])
-            else:
-                group["lr"] = group["initial_lr"]
+        stays = [isinstance(one, _Plateau) for one in self.schedulers]
+        for optimizer, rates, kept in zip(self.all, self._rates, stays, strict=True):
+            for group, (rate, initial) in zip(optimizer.param_groups, rates, strict=True):
+                if kept or "initial_lr" not in group:  # of an optimizer without a scheduler
+                    continue
+                # What the scheduler has made of the rate, as OneCycleLR does, it makes again.
+                begin = rate if group["initial_lr"] == initial else group["initial_lr"]
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].fill_(begin)
+                else:
+                    group["lr"] = begin
         with user_code("the scheduler"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the optimizer makes no step in between
             made = self._make_schedulers()
-            every = made if isinstance(made, (list, tuple)) else [made]
-            self.schedulers = list(compress(every, self._used))
+            every = compress(made if isinstance(made, (list, tuple)) else [made], self._used)
+            self.schedulers = [
+                old if kept else new
+                for old, new, kept in zip(self.schedulers, every, stays, strict=True)
+            ]
             for _ in range(count):
                 self.step_schedulers()
+
+    def _group_rates(self, key: str) -> list[list[Any]]:
+        """Return copies of a rate of each group of all optimizers; None where a group has none."""
+        return [
+            [copy.copy(group.get(key)) for group in optimizer.param_groups]
+            for optimizer in self.all
+        ]
 
 
 def _check_optimizer(built: Any, *, a_list: bool) -> None:

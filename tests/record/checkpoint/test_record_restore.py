@@ -185,6 +185,36 @@ def test_empty_groups_continue_the_saved_group_of_their_index(tmp_path: Path) ->
     assert fewer.updates[0].scheduler.floors == [1.0]
 
 
+def test_schedulers_that_use_the_evaluation_loss_are_not_made_again(tmp_path: Path) -> None:
+    restarts: list[int] = []
+
+    def stage(steps: int, evaluations: int) -> StageState:
+        layer = nn.Linear(2, 2)
+        one, other = (optim.SGD([parameter], lr=0.1) for parameter in layer.parameters())
+        by_step, by_loss = schedules.StepLR(one, 1), schedules.ReduceLROnPlateau(other)
+        one.step()
+        by_step.step()
+        for _ in range(evaluations):
+            by_loss.step(1.0)
+        return StageState(
+            LayerNames(("0",)),
+            [layer],
+            [layer.state_dict()],
+            [
+                OptimizerState(one, by_step.state_dict(), by_step),
+                OptimizerState(other, by_loss.state_dict(), by_loss),
+            ],
+            steps=steps,
+            restart_schedulers=restarts.append,
+        )
+
+    save_worker_files(tmp_path, 0, 1, [stage(4, 3)])
+    part = stage(8, 0)
+    restore([shard_of(tmp_path)], [part])
+    assert restarts == [1]
+    assert part.updates[1].scheduler.last_epoch == 3
+
+
 def test_a_learning_rate_shared_by_groups_stays_shared(tmp_path: Path) -> None:
     layer, rate = nn.Linear(2, 2), torch.tensor(0.5)
     optimizer = optim.SGD([{"params": [p]} for p in layer.parameters()], lr=rate)

@@ -198,6 +198,43 @@ def test_schedulers_are_made_again_for_another_number_of_steps() -> None:
     ]
 
 
+def test_a_rate_that_a_scheduler_has_made_of_the_optimizers_is_made_of_it_again() -> None:
+    def one_cycle(every: Any, steps: int) -> list[Any]:
+        return [
+            schedules.OneCycleLR(one, [group["lr"] for group in one.param_groups], steps)
+            for one in every
+        ]
+
+    updater, uncut = (make([nn.Linear(2, 2)], scheduler=one_cycle) for _ in range(2))
+    for number in range(1, 4):
+        step(uncut, number)
+    updater.optimizers.restart_schedulers(3)
+    assert rates(updater) == rates(uncut)
+    updater.optimizers.all[1].param_groups[0]["initial_lr"] *= 2  # of another job file
+    updater.optimizers.restart_schedulers(3)
+    assert rates(updater)[0] == rates(uncut)[0]
+    assert rates(updater)[1] < rates(uncut)[1]
+
+
+def test_a_scheduler_that_uses_the_evaluation_loss_is_left_alone_when_others_are_made_again() -> (
+    None
+):
+    def of_both_kinds(every: Any, steps: int) -> list[Any]:
+        return [
+            schedules.ReduceLROnPlateau(every[0], factor=0.5, patience=0),
+            schedules.CosineAnnealingLR(every[1], steps),
+        ]
+
+    updater = make([nn.Linear(2, 2)], scheduler=of_both_kinds)
+    for loss in (1.0, 2.0):
+        updater.optimizers.report_evaluation(loss)
+    by_loss, by_step = updater.optimizers.schedulers
+    updater.optimizers.restart_schedulers(4)
+    assert rates(updater) == [0.25, 0.125]
+    assert updater.optimizers.schedulers[0] is by_loss
+    assert updater.optimizers.schedulers[1] is not by_step
+
+
 def test_an_optimizer_without_a_scheduler_keeps_its_rate_when_the_others_are_made_again() -> None:
     def first(every: Any, steps: int) -> list[Any]:
         return [schedules.CosineAnnealingLR(every[0], steps), None]
