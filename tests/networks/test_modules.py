@@ -230,6 +230,42 @@ def test_a_script_passes_a_module_and_a_sample(jobs: Jobs, scripts: Scripts) -> 
     assert_same(scripts.start(script(MODULE, loop), 2).succeed()[0], one)
 
 
+MIXED = """
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            half = self.layers[0](x)
+            whole = half.float()  # which is `half` itself in fp32
+            out = self.layers[1](whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True)))
+            return self.layers[2](out + half * half) + whole
+
+    def model():
+        return Net()
+
+    def loss(output, target):
+        return ((output - target) ** 2).mean()
+
+    def optimizer(params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    def data():
+        for _ in range(3):
+            yield torch.randn(8, 4), torch.randn(8, 4)
+"""
+
+
+def test_a_cast_of_an_activation_is_a_value_of_its_own_under_autocast(jobs: Jobs) -> None:
+    words = ("--microbatches", "2", "--precision", "bf16")
+    one, two = (jobs.train("--stages", stages, *words, source=MIXED) for stages in "12")
+    assert_same(one, two)
+
+
 LARGE = """
     import torch
     from torch import nn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -13,6 +14,8 @@ from pipeworker.facts.position import Phase
 from pipeworker.worker.model.classes import classes_of
 from pipeworker.worker.stage.cut.part import plan_of
 from pipeworker.worker.stage.cut.plan import CutPlan
+from pipeworker.worker.stage.cut.units import CPU
+from pipeworker.worker.stage.layers import autocast
 from pipeworker.worker.transport.network import CoordinatorStore
 from pipeworker.worker.transport.structure import TypeRegistry
 
@@ -41,7 +44,9 @@ def agreed_plan(loaded: LoadedWorker, module: nn.Module) -> tuple[CutPlan, TypeR
                 "as Pipeline(..., sample=...)"
             )
         settings.tracker.set(Phase.SURVEY)
-        plan = plan_of(module, TypeRegistry(types.values()), value)
+        # Whether `x.float()` is `x` itself depends on it.
+        with autocast(CPU.type, role.options.precision) or nullcontext():
+            plan = plan_of(module, TypeRegistry(types.values()), value)
         plan.types = [*types]
         _publish(plan, store)
     else:
