@@ -19,7 +19,12 @@ from pipeworker.host.data_readers import ReaderLink, ReadingClock
 from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.job.signatures import with_start
 from pipeworker.worker.data.epoch import validate_position
-from pipeworker.worker.data.generators import generator_states, own_generators, restore_states
+from pipeworker.worker.data.generators import (
+    equal_states,
+    generator_states,
+    own_generators,
+    restore_states,
+)
 from pipeworker.worker.data.packing import receive, send
 from pipeworker.worker.data.reader import MicroBatches, Reader
 from pipeworker.worker.data.reader_requests import (
@@ -90,6 +95,8 @@ class RemoteReader(Reader):
         self._link, self._setup = link, setup
         self._stall_seconds, self._answer_seconds = stall_seconds, answer_seconds
         self._own = own_generators(data)
+        self._drawn: Mapping[str, Any] = {}
+        """The last known states of these generators in the process that reads."""
         self._connection: socket.socket | None = None
         """To the process that reads; None if this one does, or before it is known."""
         self._is_remote: bool | None = None
@@ -185,7 +192,7 @@ class RemoteReader(Reader):
         Raises:
             _CannotRead: it cannot be started.
         """
-        self._connection = None
+        self._connection, self._drawn = None, {}
         self._start_process()
         if self._connection is None:
             raise _CannotRead("the process for it cannot be started")
@@ -205,6 +212,7 @@ class RemoteReader(Reader):
                 self._start_anew()
         if not found:
             self._remote_length = self._ask(begin, Began).length
+        self._drawn = self._drawn or begin.drawn
         self._before = self._after = position or _START
         self._copies.append(place_of(self._after))
         self._has_begun = True
@@ -215,6 +223,7 @@ class RemoteReader(Reader):
         if isinstance(reply, Began):  # the living process does not have it
             self._start_anew()
             reply = self._ask(peek, Item)
+        self._drawn = peek.drawn
         batches = self._take_over(reply)
         assert batches is not None  # empty data has raised
         return batches
@@ -230,8 +239,13 @@ class RemoteReader(Reader):
         return self._take_over(item)
 
     def _take_over(self, item: Item) -> MicroBatches | None:
-        """Return the mini-batch; the states here become those that reading has left there."""
-        restore_states(self._own, item.drawn)
+        """Return the mini-batch; generators that reading has drawn from have their states there.
+
+        The others may be drawn from in this process, as by a layer or ``before_update``.
+        """
+        known, self._drawn = self._drawn, item.drawn
+        changed = {n: s for n, s in item.drawn.items() if not equal_states(s, known.get(n))}
+        restore_states(self._own, changed)
         self._remote_length = item.length
         return item.batches
 

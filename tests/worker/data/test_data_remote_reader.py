@@ -20,7 +20,7 @@ from pipeworker.host.data_readers import DataReaders
 from pipeworker.host.session_watcher import SessionWatcher
 from pipeworker.job.options import Options
 from pipeworker.worker.data import reader_process, remote_reader
-from pipeworker.worker.data.reader_requests import Setup
+from pipeworker.worker.data.reader_requests import Setup, place_of
 from pipeworker.worker.data.remote_reader import ReadFailed, RemoteReader
 from support.real_jobs.jobs import until
 
@@ -31,6 +31,7 @@ JOB = """
     from torch import nn
 
     HERE = Path(__file__).parent
+    DRAWN, IDLE = torch.Generator(), torch.Generator()
 
     def model():
         return nn.Linear(2, 2)
@@ -51,8 +52,11 @@ JOB = """
                 signal.pause()
             while number == 3 and not (HERE / "go").exists():
                 time.sleep(0.01)
+            torch.rand(1, generator=DRAWN)
             yield torch.rand(4, 2), torch.full((4, 2), float(number))
 """
+DRAWN, IDLE = torch.Generator(), torch.Generator()
+"""The generators of the job that the worker has."""
 
 
 class Host:
@@ -147,8 +151,8 @@ def test_a_new_worker_gets_what_the_last_one_had_and_nothing_is_read_again(host:
         a is not None and b is not None and torch.equal(a, b)
         for a, b in zip(found, batches[2:], strict=True)
     )
-    assert second.position(prefetched=False) == {"epoch": 0, "read": 5}
-    assert second.position(prefetched=True) == {"epoch": 0, "read": 4}
+    assert place_of(second.position(prefetched=False)) == (0, 5)
+    assert place_of(second.position(prefetched=True)) == (0, 4)
     assert [number_of(read(second)) for _ in range(2)] == [5, 0]  # and the next epoch
     assert len(host.pids) == 1
     assert host.reads[:7] == [0, 1, 2, 3, 4, 5, 0]
@@ -191,7 +195,7 @@ def test_the_end_of_the_data_stays_the_end(host: Host) -> None:
     worker = host.worker()
     assert [number_of(read(worker)) for _ in range(12)] == [*range(6), *range(6)]
     assert [read(worker) for _ in range(2)] == [None, None]
-    assert worker.position(prefetched=False) == {"epoch": 1, "read": 6}
+    assert place_of(worker.position(prefetched=False)) == (1, 6)
     other = host.worker()
     other.restore({"epoch": 1, "read": 5})
     assert number_of(read(other)) == 5
@@ -320,3 +324,23 @@ def test_the_first_mini_batch_can_be_peeked_at_by_each_worker(host: Host) -> Non
     second.restore({"epoch": 0, "read": 4})
     assert number_of(read(second)) == 4
     assert len(host.pids) == 1
+
+
+@pytest.mark.parametrize("peeks", [False, True])
+def test_generators_have_the_states_of_the_process_only_if_it_draws(
+    host: Host, peeks: bool
+) -> None:
+    for generator in (DRAWN, IDLE):
+        generator.manual_seed(1)
+    host.go()
+    worker = host.worker()
+    if peeks:
+        worker.peek()
+    for _ in range(3):
+        torch.rand(1, generator=IDLE)  # as a layer or before_update() does
+        worker.read()
+    expected = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        torch.rand(1, generator=expected)
+    for generator in (DRAWN, IDLE):
+        assert torch.equal(generator.get_state(), expected.get_state())
