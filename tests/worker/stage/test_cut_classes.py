@@ -13,7 +13,7 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.worker.stage.cut.classes import hide_stand_ins
-from support.in_process.cut_modules import Whole, mse, pipeline_of, sgd
+from support.in_process.cut_modules import Whole, cut, mse, pipeline_of, sgd
 from support.in_process.plain_loop import plain
 
 WIDTH = 8
@@ -93,6 +93,28 @@ def test_a_forward_that_ends_in_another_way_than_planned_is_an_error(
     torch.manual_seed(3)
     with pytest.raises(UsageError, match=f"takes another way than when it was cut, .*: {text}"):
         pipeline_of(Ending(scaled=scaled), list(vectors()), mse, stages, "always").train(1)
+
+
+class Casting(nn.Module):
+    """Uses an activation, and a cast of it, in its last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        first = self.layers[0](x)
+        cast = first.float()
+        return self.layers[2](self.layers[1](cast) + first * first) + cast
+
+
+def test_a_cast_that_made_no_tensor_when_planned_is_an_error_where_both_cross() -> None:
+    x, y = next(vectors())
+    _, layers = cut(Casting(), (x, y))
+    parts: Any = layers[:2]
+    error = pytest.raises(UsageError, match="a cast makes a tensor, and returned its argument")
+    with torch.autocast("cpu", torch.bfloat16), error:
+        parts[0].cut.run(parts, [part.unit for part in parts], x)
 
 
 class Masked(nn.Module):

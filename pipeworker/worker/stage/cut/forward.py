@@ -292,6 +292,9 @@ class Forward:
                 self._numbers[key] = number
                 self._kept[key] = weakref.ref(tensor, partial(self._forget, key))
             if users is not None and users[-1] >= self.stop:
+                before = self._made.get(number, self._arrived.get(number, tensor))
+                if before.dtype is not tensor.dtype:
+                    raise self._elsewhere("a cast makes a tensor, and returned its argument then")
                 self._made[number] = tensor
 
     def _forget(self, key: int, _: Any) -> None:
