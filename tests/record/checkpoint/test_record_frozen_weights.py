@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.record.checkpoint.checkpoint import Checkpoint
 from pipeworker.record.checkpoint.manifest import Manifest, describe_file, file_names
@@ -36,24 +37,24 @@ def weight_of(layer: nn.Module) -> torch.Tensor:
     return layer.get_parameter("weight").data
 
 
-def from_memory(folder: Path, step: int, stage: StageState) -> list[str]:
-    return [file.name for file in save_worker_files(folder, 0, 1, [stage])]
+def from_memory(folder: Path, step: int, stage: StageState) -> tuple[CheckpointFile, ...]:
+    return save_worker_files(folder, 0, 1, [stage])
 
 
-def directly(folder: Path, step: int, stage: StageState) -> list[str]:
-    return [f.name for f in write_contents(file_contents(0, NAMES, 1, [stage]), folder)]
+def directly(folder: Path, step: int, stage: StageState) -> tuple[CheckpointFile, ...]:
+    return write_contents(file_contents(0, NAMES, 1, [stage]), folder)
 
 
-Save = Callable[[Path, int, StageState], list[str]]
+Save = Callable[[Path, int, StageState], tuple[CheckpointFile, ...]]
 
 
 def complete(run: RunDir, step: int, net: list[nn.Module], save: Save = from_memory) -> Path:
     run.checkpoints.path.mkdir(parents=True, exist_ok=True)
     partial = run.checkpoints.partial(step)
     stage = part(net, 0)
-    save(partial, step, stage)
-    described = tuple(map(describe_file, sorted(partial.iterdir())))
-    run.checkpoints.commit(Manifest(step, 1, LayerNames.numbered(len(net)), described))
+    reported = save(partial, step, stage)
+    assert {*reported} == {*map(describe_file, partial.iterdir())}
+    run.checkpoints.commit(Manifest(step, 1, LayerNames.numbered(len(net)), reported))
     return run.checkpoints.at(step)
 
 
@@ -134,10 +135,11 @@ def test_an_empty_weight_behind_all_others_is_saved(tmp_path: Path) -> None:
     assert "3.0" in Checkpoint(complete(RunDir(tmp_path / "run"), 1, net)).weights()
 
 
-def test_a_longer_earlier_file_is_not_shared(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [4, -4])
+def test_an_earlier_file_of_another_length_is_not_shared(tmp_path: Path, more: int) -> None:
     run, net = RunDir(tmp_path / "run"), layers()
-    with (complete(run, 1, net) / FROZEN).open("ab") as file:
-        file.write(b"more")
+    earlier = complete(run, 1, net) / FROZEN
+    os.truncate(earlier, earlier.stat().st_size + more)
     Checkpoint(complete(run, 2, net)).verify()
 
 
