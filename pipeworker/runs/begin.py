@@ -24,6 +24,7 @@ from pipeworker.job.option_parsing import make_options, workers_per_replica
 from pipeworker.job.options import LOGGERS, Options, override
 from pipeworker.job.renamed import written
 from pipeworker.record import run_record, rundir
+from pipeworker.record.checkpoint.folder import held
 from pipeworker.record.checkpoint.manifest import ANOTHER
 from pipeworker.record.files import atomic_file
 from pipeworker.record.files.bounded_file import open_bounded
@@ -212,14 +213,20 @@ class RunRequest:
     def _prepare_new(self) -> PreparedRun:
         options = self.new_options()
         _check_packages(options)  # before anything is created
+        weights = None
         if options.init_from is not None:
-            weight_files.find_weight_files(Path(options.init_from)).check()
+            found = weight_files.find_weight_files(Path(options.init_from))
+            found.check()
+            if (weights := found.checkpoint) is not None:  # its run may write a newer one
+                options = replace(options, init_from=str(weights))
         given = self._given(options.replicas)
         effective = override(self.defaults, given).keys() - given.keys()
         origins = {name: self.origins[name] for name in sorted(self.origins.keys() & effective)}
         process = {**_process(options), "origins": origins}
         self.check_directory()
         with ExitStack() as undo:
+            if weights is not None:
+                undo.enter_context(held(weights))
             with deferred_interrupt((signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
                 run_dir, created = rundir.create(self.run_dir, Path(self.job_file))
                 lock = undo.enter_context(self._locked(run_dir, 0.0))
@@ -320,6 +327,9 @@ class RunRequest:
         allow = resume_options.parse_allowed(self.allow_change)
         fields = resume_options.merge(before, self._given(before.replicas), allow)
         options = make_options(self.job_file, fields.pop("stages"), fields)
+        if options.init_from is not None and before.init_from is not None:
+            if RunDir(Path(options.init_from)).checkpoints.path == Path(before.init_from).parent:
+                options = replace(options, init_from=before.init_from)  # what the run began with
         resume_options.check_unchanged(before, options, allow, f"the run in {self.run_dir}")
         return options
 

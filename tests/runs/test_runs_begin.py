@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 import cli
 from pipeworker.errors import InUse, PipeworkerError, RecordError, UsageError
+from pipeworker.facts.criterion import Criterion
 from pipeworker.record import run_record
 from pipeworker.record.metrics.rows import Rows
 from pipeworker.record.run_record import RunRecord, write_summary
@@ -247,3 +248,26 @@ def test_a_directory_that_a_later_job_cannot_have_is_found_now(tmp_path: Path) -
     other = replace(new, options={"seed": 7}, auto_resume=True)
     with pytest.raises(UsageError, match="--seed"):
         other.check_directory()
+
+
+def test_weights_of_a_run_are_those_of_the_checkpoint_that_it_had_at_the_start(
+    tmp_path: Path,
+) -> None:
+    """A run that is still running writes newer ones, and removes this one no earlier."""
+    source, run_dir = RunDir(tmp_path / "source"), tmp_path / "run"
+    job, given = str(tmp_path / "job.py"), {"init_from": str(source.path)}
+    chosen = str(complete(source, 1))
+    run = RunRequest(job, 1, given, run_dir).prepare()
+    assert run.options.init_from == chosen
+    for step in (2, 3):
+        complete(source, step)
+    source.checkpoints.prune(1, Criterion.parse("loss"))
+    assert source.checkpoints.steps() == [1, 3]
+    run.close()
+    for again in ({}, given):
+        run = RunRequest(job, None, again, run_dir, resume=True).prepare()
+        assert run.options.init_from == chosen
+        run.close()
+    other = {"init_from": str(complete(source, 4))}
+    with pytest.raises(UsageError, match="would continue with other numbers, by --init-from"):
+        RunRequest(job, None, other, run_dir, resume=True).prepare()
