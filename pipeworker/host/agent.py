@@ -101,7 +101,8 @@ class Agent:
             while True:
                 now = clock.now()  # before reading: it may be suspended with input unread
                 if now - self._kept_at > _KEEP_SECONDS:
-                    self._keep_sockets(now)
+                    keep_sockets_folder(self._sockets)
+                    self._kept_at = now
                 ready = {key.fd for key, _ in selector.select(timings().ping)}
                 if 0 in ready:
                     data = os.read(0, 65536)
@@ -169,10 +170,6 @@ class Agent:
         where = f" on {socket.gethostname()}" if self._remote else ""
         text = f"cannot start the worker of rank {request.rank}{where}: {error.strerror}"
         return CannotStart(request.rank, request.generation, text)
-
-    def _keep_sockets(self, now: float) -> None:
-        keep_sockets_folder(self._sockets)
-        self._kept_at = now
 
     def _become_worker(
         self, parent: int, request: Fork, tracker: Tracker, ring: Ring, link: ReaderLink | None
