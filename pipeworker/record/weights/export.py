@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import reprlib
@@ -21,7 +20,7 @@ from pipeworker.record.checkpoint.checkpoint import Adapters, Checkpoint
 from pipeworker.record.checkpoint.json_state import Tensors
 from pipeworker.record.checkpoint.manifest import WEIGHTS_INDEX, weights_index
 from pipeworker.record.checkpoint.tensor_file import TensorFile, file_layout, raw_bytes, supports
-from pipeworker.record.files.atomic_file import sync_file, temporary_path
+from pipeworker.record.files.atomic_file import sync_file, temporary_path, write_json
 from pipeworker.record.run_record import find_best_checkpoint
 from pipeworker.record.rundir import find_checkpoint
 from pipeworker.record.weights.conversions import CONFIG, WEIGHTS
@@ -179,9 +178,7 @@ def _checked(found: Adapters | None, weights: Tensors, source: Path) -> Adapters
 
 def _write_config(content: dict[str, Any], folder: Path) -> list[Path]:
     path = folder / CONFIG
-    with path.open("x", encoding="utf-8") as file:
-        json.dump(content, file, indent=2, sort_keys=True)
-        sync_file(file)
+    write_json(path, content)
     return [path]
 
 
@@ -235,9 +232,7 @@ def _write_folder(
         for file, names in files.items():
             _write_safetensors({name: weights[name] for name in names}, made / file, cast)
         if len(files) > 1:
-            with (made / WEIGHTS_INDEX).open("x", encoding="utf-8") as text:
-                json.dump(weights_index(files), text, indent=2)
-                sync_file(text)
+            write_json(made / WEIGHTS_INDEX, weights_index(files))
         others = write_others(made)
         for other in others:
             if exists and (path / other.name).exists():
