@@ -106,14 +106,10 @@ class Codec(Generic[T]):
         origin = typing.get_origin(hint)
         if origin is tuple:
             (item, _) = typing.get_args(hint)
-            if item is float:
-                return Any, _exact_floats
             checked, build = self._check(item)
             return types.GenericAlias(tuple, (checked, ...)), build and _each(build)
         if members := _members(hint):
             return self._union(members, optional=types.NoneType in typing.get_args(hint))
-        if hint is float:
-            return int | float, _exact_float
         if not dataclasses.is_dataclass(hint):
             return hint, None
         return self._tag(hint) if hint in self._tagged else self._struct(hint)
@@ -172,20 +168,6 @@ def _by_type(builds: dict[Any, Build]) -> Build:
 
 def _unless_none(build: Build) -> Build:
     return lambda value: None if value is None else build(value)
-
-
-def _exact_float(value: Any) -> Any:
-    """Reject an int, which msgspec would convert."""
-    if type(value) is not float:
-        raise ProtocolError("Expected `float`, got `int`")
-    return value
-
-
-def _exact_floats(values: Any) -> Any:
-    """Check an array of floats in one pass in C: a step has a loss per micro-batch."""
-    if type(values) is not list or (values and set(map(type, values)) != {float}):
-        raise ProtocolError("Expected an array of `float`")
-    return tuple(values)
 
 
 def _without_value(text: str) -> str:

@@ -209,9 +209,7 @@ def test_a_wrong_header_is_rejected(frame: Any, why: str) -> None:
         ("Heartbeat", [0, [[], 1, 1, 1]]),
         ("Heartbeat", [0, None]),
         ("Failed", [0, ["gossip", "m", 0, [0, -1, -1, -1], "", ""]]),
-        ("StepDone", [0, 1, [1], [], [], 0.0, 0.0, 0, None, -1, 0.0]),
         ("StepDone", [0, 1, [0.5, True], [], [], 0.0, 0.0, 0, None, -1, 0.0]),
-        ("StepDone", [0, 1, [], [], [], 0, 0.0, 0, None, -1, 0.0]),
         ("StepDone", [0, 1, [], [], [], 0.0, 0.0, 0, [1, 2, 3], -1, 0.0]),
         # one of several
         ("Advance", [[1, 1], None, None]),
@@ -336,7 +334,7 @@ def test_nested_classes_round_trip(drawing: Drawing) -> None:
     ("at", "value", "why"),
     [
         (0, [["Point", [1]]], r"^Invalid value - at `\$\[0\]\[0\]\[0\]`$"),
-        (0, [["Circle", [1]]], r"^Expected `float`, got `int`$"),
+        (0, [["Circle", ["1"]]], "^Expected `float`, got `str`"),
         (0, [["Circle", []]], "^Expected `array` of .*length 1, got 0"),
         (0, [[1.0]], "^Expected `str`, got `float`"),
         (0, [None], "^Expected `array`, got `null`"),
