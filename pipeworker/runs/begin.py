@@ -327,9 +327,10 @@ class RunRequest:
         allow = resume_options.parse_allowed(self.allow_change)
         fields = resume_options.merge(before, self._given(before.replicas), allow)
         options = make_options(self.job_file, fields.pop("stages"), fields)
-        if options.init_from is not None and before.init_from is not None:
-            if RunDir(Path(options.init_from)).checkpoints.path == Path(before.init_from).parent:
-                options = replace(options, init_from=before.init_from)  # what the run began with
+        began = before.init_from
+        if options.init_from is not None and began is not None:
+            given_again = RunDir(Path(options.init_from)).checkpoints.path == Path(began).parent
+            options = replace(options, init_from=began) if given_again else options
         resume_options.check_unchanged(before, options, allow, f"the run in {self.run_dir}")
         return options
 
