@@ -9,6 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
@@ -23,7 +24,7 @@ Generators = dict[str, Any]
 """The user's own random generators that data may draw from, each once, by where it was found.
 
 A loader, its sampler or its dataset may have one, and so may the module that defines one of them,
-and the objects that load items, as transforms.
+a module that this one imports, and the objects that load items, as transforms, which may be global.
 The data of an epoch depends on what was drawn from them in the epochs before."""
 
 INVALID_POSITION = "the position in the data: {}; resume from another checkpoint"
@@ -72,7 +73,10 @@ def _of_objects(parts: Places, modules: Iterable[tuple[str, Any]] = ()) -> Gener
     nested = list(_nested(parts))
     for place, thing in tuple(nested):  # its type's: a proxy may pretend to be of another module
         nested += _module(place, thing if type(thing) is FunctionType else type(thing))
-    return _distinct([*parts, *modules, *nested])
+    found = [*parts, *modules, *nested]
+    found += _imported(found)
+    own = [(p, one) for p, one in found if type(one) is ModuleType and not _is_installed(one)]
+    return _distinct([*found, *_nested(own)])
 
 
 def _parts(source: Any) -> Iterator[tuple[str, Any]]:
@@ -90,6 +94,42 @@ def _parts(source: Any) -> Iterator[tuple[str, Any]]:
 def _module(place: str, thing: Any) -> Places:
     module = sys.modules.get(str(getattr(thing, "__module__", None)))
     return [(f"{place}:module", module)] if module else []
+
+
+def _imported(places: Places) -> Iterator[tuple[str, Any]]:
+    """Yield the modules that the user's modules import, or import functions and classes from.
+
+    A module of Python's or of an installed package is yielded, and those that it imports are not.
+    """
+    queue = deque((place, thing) for place, thing in places if type(thing) is ModuleType)
+    seen = {id(module) for _, module in queue}
+    while queue:
+        place, module = queue.popleft()
+        if _is_installed(module):
+            continue
+        for name, value in list(vars(module).items()):
+            for found in _module_behind(f"{place}.{name}", value):
+                if id(found[1]) not in seen:
+                    seen.add(id(found[1]))
+                    queue.append(found)
+                    yield found
+
+
+def _module_behind(place: str, value: Any) -> Places:
+    kind = type(value)
+    if kind is ModuleType:
+        return [(place, value)]
+    return _module(place, value) if kind is FunctionType or issubclass(kind, type) else []
+
+
+def _is_installed(module: ModuleType) -> bool:
+    top = module.__name__.partition(".")[0]
+    folders = Path(getattr(module, "__file__", None) or "").parts
+    return (
+        top in sys.stdlib_module_names
+        or top == __name__.partition(".")[0]
+        or not {"site-packages", "dist-packages"}.isdisjoint(folders)
+    )
 
 
 def _nested(places: Places) -> Iterator[tuple[str, Any]]:
@@ -115,9 +155,8 @@ def _contents(thing: Any) -> Iterator[tuple[str, Any]]:
     if kind in (list, tuple):
         yield from ((str(index), value) for index, value in enumerate(thing[:_MOST_ITEMS]))
     elif kind is dict:
-        yield from (
-            (str(key), value) for key, value in itertools.islice(thing.items(), _MOST_ITEMS)
-        )
+        items = list(itertools.islice(thing.items(), _MOST_ITEMS))  # a thread may change it
+        yield from ((str(key), value) for key, value in items)
     elif kind is functools.partial:
         yield from (("func", thing.func), ("args", thing.args), ("keywords", thing.keywords))
     elif kind in (MethodType, BuiltinMethodType):

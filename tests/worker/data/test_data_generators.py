@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import random
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -144,3 +147,26 @@ def test_a_generator_that_two_places_share_is_found_once() -> None:
     holder = Holder(own)
     holder.inner.append({"generator": own})
     assert len(own_generators(holder.batches)) == 1
+
+
+def test_the_generators_of_imported_modules_and_global_objects_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = {
+        "drawn_noise": "import numpy as np\nRNG = np.random.default_rng(1)\ndef noise(): ...",
+        "drawn_steps": "import random\nRNG = random.Random(2)\nfrom drawn_noise import noise",
+        "drawn_data": (
+            "import torch, drawn_steps\nclass Crop: ...\ncrop = Crop()\n"
+            "crop.generator = torch.Generator()\ndef data(): ..."
+        ),
+    }
+    for name, text in lines.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    data: Any = importlib.import_module("drawn_data")
+    noise, steps, _ = [sys.modules.pop(name) for name in lines]
+    monkeypatch.setitem(sys.modules, "drawn_noise", noise)
+    monkeypatch.setitem(sys.modules, "drawn_data", data)
+    found = own_generators(data.data).values()
+    expected = [steps.RNG, noise.RNG, data.crop.generator]
+    assert [id(one) for one in found] == [id(one) for one in expected]
