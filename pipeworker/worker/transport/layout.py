@@ -102,7 +102,8 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 def has_layout(tensor: torch.Tensor, layout: Layout) -> bool:
     """Return whether a tensor has a layout; faster than comparing :func:`layout_of`."""
     return (
-        tensor.shape == layout.shape
+        type(tensor) in _CLASSES
+        and tensor.shape == layout.shape
         and tensor.dtype is layout.dtype
         and tensor.requires_grad is layout.requires_grad
         and tensor.layout is torch.strided

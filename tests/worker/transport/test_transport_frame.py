@@ -264,6 +264,10 @@ def test_a_tensor_that_occurs_twice_moves_once_and_stays_one() -> None:
     assert arrived["a"] is not arrived["b"][0]
 
 
+class Tagged(torch.Tensor):
+    pass
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -271,10 +275,22 @@ def test_a_tensor_that_occurs_twice_moves_once_and_stays_one() -> None:
         filled((3, 2)).t(),
         filled((2, 3), torch.float64),
         filled((2, 3)).requires_grad_(),
+        filled((8,))[1:7].view(2, 3),
+        filled((2, 3)).as_subclass(Tagged),
         (filled((2, 3)),),
         None,
     ],
-    ids=["shape", "stride", "dtype", "requires_grad", "structure", "no tensor"],
+    ids=[
+        *(
+            "shape",
+            "stride",
+            "dtype",
+            "requires_grad",
+            "alignment",
+            "class",
+        ),
+        *("structure", "no tensor"),
+    ],
 )
 def test_a_tensor_of_another_layout_does_not_match(other: Any) -> None:
     frame, _ = frames.describe(filled((2, 3)))
@@ -321,10 +337,6 @@ class Thing:
 
 
 class OtherThing:
-    pass
-
-
-class Tagged(torch.Tensor):
     pass
 
 
