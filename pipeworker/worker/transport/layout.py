@@ -109,11 +109,12 @@ def has_layout(tensor: torch.Tensor, layout: Layout) -> bool:
         and tensor.layout is torch.strided
         and tensor.data_ptr() % ALIGNMENT == layout.offset
         and (tensor.stride() == layout.stride or layout_of(tensor) == layout)
+        and _has_memory(tensor)
     )
 
 
 def check_dense(tensor: torch.Tensor) -> None:
-    """Raise PipeworkerError if a tensor has no layout: it is sparse, quantized, or the like.
+    """Raise PipeworkerError if a tensor has no layout: it is sparse, quantized, or without memory.
 
     A subclass is refused too: at the target only a plain tensor can be made of the elements, with
     which the next layer may compute otherwise.
@@ -128,6 +129,17 @@ def check_dense(tensor: torch.Tensor) -> None:
         raise cannot_pass(f"a {kind} tensor", "make it dense first")
     if tensor.layout is not torch.strided:
         raise cannot_pass(f"a {tensor.layout} tensor", "make it dense first")
+    if not _has_memory(tensor):
+        raise cannot_pass(
+            f"a tensor on {tensor.device} without memory",
+            "it is on meta, stands for zeros, or its storage was freed; pass one with elements, as "
+            "of torch.zeros",
+        )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has memory for its elements, or has no elements."""
+    return bool(tensor.data_ptr()) or not tensor.numel()
 
 
 def have_common_elements(tensors: Sequence[torch.Tensor]) -> bool:

@@ -268,6 +268,10 @@ class Tagged(torch.Tensor):
     pass
 
 
+FREED = torch.ones(2, 3)
+FREED.untyped_storage().resize_(0)
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -277,18 +281,12 @@ class Tagged(torch.Tensor):
         filled((2, 3)).requires_grad_(),
         filled((8,))[1:7].view(2, 3),
         filled((2, 3)).as_subclass(Tagged),
+        FREED,
         (filled((2, 3)),),
         None,
     ],
     ids=[
-        *(
-            "shape",
-            "stride",
-            "dtype",
-            "requires_grad",
-            "alignment",
-            "class",
-        ),
+        *("shape", "stride", "dtype", "requires_grad", "alignment", "class", "memory"),
         *("structure", "no tensor"),
     ],
 )
@@ -359,6 +357,9 @@ NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
         (torch.quantize_per_tensor(filled((2,)), 1.0, 0, torch.qint8), "a quantized tensor cannot"),
         (filled((2,)).as_subclass(Tagged), r"a Tagged, a subclass .*; pass tensor.as_subclass\("),
         ([filled((2,)).as_subclass(Tagged)], "a Tagged, a subclass of torch.Tensor, cannot pass"),
+        (torch.empty(2, device="meta"), "a tensor on meta without memory cannot pass"),
+        (torch._efficientzerotensor((2,)), "a tensor on cpu without memory cannot pass.*zeros"),
+        ([FREED], "a tensor on cpu without memory cannot pass"),
     ],
     ids=[
         "object",
@@ -373,6 +374,9 @@ NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
         "quantized",
         "subclass",
         "subclass inside",
+        "meta",
+        "zeros",
+        "freed inside",
     ],
 )
 def test_a_value_that_cannot_pass_is_refused_by_its_class(value: Any, message: str) -> None:
