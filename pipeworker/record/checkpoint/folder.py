@@ -64,6 +64,7 @@ class CheckpointFolder:
             complete = self.at(manifest.step)
             replaced = complete.with_name(f".{complete.name}{_REPLACED}")
             if replaces := complete.exists():  # a loop of the user's own may save a step again
+                remove(replaced)  # of a process that was killed before it could
                 complete.rename(replaced)
             try:
                 partial.rename(complete)

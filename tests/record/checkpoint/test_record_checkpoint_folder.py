@@ -83,6 +83,25 @@ def test_a_step_that_is_not_saved_again_keeps_its_checkpoint(
     assert (run.checkpoints.at(7) / STATE).read_text() == "one"
 
 
+@pytest.mark.parametrize("resumes", [True, False])
+def test_a_replaced_checkpoint_that_was_not_removed_does_not_prevent_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumes: bool
+) -> None:
+    """Another coordinator may continue the job without a resume."""
+    run = RunDir(tmp_path)
+    saved_again(run, "one")
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda *_, **__: None)  # as of a process that is killed
+        saved_again(run, "two")
+    assert len([*run.checkpoints.path.iterdir()]) == 2
+    if resumes:
+        assert resume.find_resume_point(run).step == 7
+    else:
+        saved_again(run, "two")
+    assert [path.name for path in run.checkpoints.path.iterdir()] == ["step-00000007"]
+    assert (run.checkpoints.at(7) / STATE).read_text() == "two"
+
+
 def saved(run: RunDir, losses: dict[int, float | str | None]) -> list[int]:
     """Complete a checkpoint for each loss, keep two, and return the steps of those that stay."""
     for step, loss in losses.items():
