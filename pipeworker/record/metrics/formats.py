@@ -169,8 +169,7 @@ class TensorBoardEvents:
         self._records: Any = RecordWriter((folder / name).open("xb"))
         self._write(file_version=_VERSION)
         self._session: Any = event_pb2.SessionLog
-        if after:
-            self.begin(after + 1)
+        self.begin(after + 1)
 
     def begin(self, step: int) -> None:
         """Write that what was written before of this step, and of later ones, does not count."""

@@ -101,6 +101,14 @@ def test_repeated_steps_appear_once(job: Job) -> None:
     assert job.scalars("evaluation/loss") == expected(row(2), row(4, loss=9.0))
 
 
+def test_steps_of_a_run_that_starts_again_appear_once(job: Job) -> None:
+    job.record(row(1), row(2))
+    truncate_rows(job.metrics, 0)
+    job.record(row(1, loss=7.0))
+    assert job.table() == [row(1, loss=7.0)]
+    assert job.scalars() == expected(row(1, loss=7.0))
+
+
 @pytest.mark.parametrize(
     ("lines", "damaged"), [(["{}\n"], 0), (["{}\n", '{"step": 3}\n'], 1), (["\0\n", "x\n", "y"], 2)]
 )
@@ -162,7 +170,7 @@ def test_a_new_figure_adds_a_column(job: Job) -> None:
 
 def test_a_name_that_is_not_utf8_is_escaped(job: Job) -> None:
     for step in (1, 2):
-        job.record(passes=(row(step, **{"\ud800": 0.5}),))
+        job.record(row(step), passes=(row(step, **{"\ud800": 0.5}),))
     assert [found["\\ud800"] for found in job.table("evaluation")] == [0.5, 0.5]
     assert job.scalars("evaluation/\\ud800") == [(1, 0.5), (2, 0.5)]
 
