@@ -190,6 +190,7 @@ def test_prune_keeps_the_newest_and_the_best_checkpoint(folder: Path) -> None:
     (made.checkpoints.at(5) / "state-00001-of-00001.json").unlink()  # 4 is the newest that is whole
     (made.checkpoints.path / "damaged-step-00000003").mkdir()
     (made.checkpoints.path / ".step-00000006.partial").mkdir()
+    (made.checkpoints.path / ".step-00000008.partial.0a1b2c3d.gone").mkdir()
     outside = folder / "outside"
     outside.mkdir()
     (outside / "file").touch()
@@ -199,7 +200,8 @@ def test_prune_keeps_the_newest_and_the_best_checkpoint(folder: Path) -> None:
     text = run("prune", "runs", "--keep-weights", "--dry-run")
     assert names(made) == before
     assert text.splitlines()[0].startswith(
-        "a: would remove .step-00000006.partial (0B), damaged-step-00000003 (0B), step-00000001 ("
+        "a: would remove .step-00000006.partial (0B), .step-00000008.partial.0a1b2c3d.gone (0B), "
+        "damaged-step-00000003 (0B), step-00000001 ("
     )
     assert text.splitlines()[-1].startswith("would free ")
     size = text.split()[-4]

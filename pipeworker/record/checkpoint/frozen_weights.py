@@ -90,6 +90,7 @@ def link_same(chunks: Iterable[memoryview], path: Path) -> CheckpointFile | None
         known = os.fstat(file.fileno())
         if known.st_size != written:
             return None
+        os.fsync(file.fileno())  # a writer that was killed may not have done it
         os.link(earlier / path.name, path, follow_symlinks=False)
         if os.path.samestat(known, path.lstat()):
             return CheckpointFile(path.name, written, checksum)
