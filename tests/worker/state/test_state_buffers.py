@@ -82,6 +82,21 @@ def test_a_buffer_that_no_step_before_has_changed_cannot_be_restored() -> None:
     assert guard.restore() == "Averages.placed"
 
 
+def test_a_large_buffer_that_a_step_before_has_changed_is_restored() -> None:
+    layers: list[nn.Module] = [Averages(20_000)]
+    guard = BufferGuard(layers)
+    for _ in range(2):
+        guard.begin()
+        layers[0](torch.zeros(1))
+        guard.end()
+    before = state(layers)
+    guard.begin()
+    layers[0](torch.zeros(1))
+    assert guard.restore() == ""
+    after = state(layers)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
 class Counts(Averages):
     """Also counts its calls, in its extra state."""
 
@@ -142,9 +157,9 @@ def test_weights_that_a_failed_step_has_changed_are_named() -> None:
 
 
 def test_what_an_interrupted_pass_has_changed_is_restored() -> None:
-    """Its first pass as well: no step has shown which buffers change."""
+    """Its first pass as well: no step has shown which buffers change, and some are large."""
     layer = Counts()
-    net = nn.Sequential(layer, nn.BatchNorm1d(3)).eval()
+    net = nn.Sequential(layer, nn.BatchNorm1d(3), Averages(20_000)).eval()
     net(torch.randn(2, 3))
     before = state([net])
     guard = PassGuard([net])
