@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, get_worker_info
 
 from pipeworker.errors import UsageError
 from pipeworker.worker.data.reader import Reader
@@ -216,6 +216,31 @@ def test_the_processes_of_a_loader_continue_their_random_streams() -> None:
     another = reader(make)
     another.restore(position)
     check(another, expected[:2])
+
+
+class Normal(Plain):
+    """Items whose noise is one of a pair of numbers that a generator makes at once."""
+
+    scale = 0.0
+
+    def __getitem__(self, index: int) -> Any:
+        x, _ = super().__getitem__(index)
+        x += self.scale * (random.gauss(0, 1) + np.random.standard_normal())
+        return x, x[:, 0]
+
+
+def _scale(_: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.scale = 0.1
+
+
+def test_a_process_calls_its_function_and_continues_with_the_second_of_a_pair() -> None:
+    def make() -> Any:
+        return loader(Normal(), num_workers=1, worker_init_fn=_scale)
+
+    again, expected = resumed(make, 3, prefetched=False)
+    assert not torch.equal(expected[0][1], expected[0][1].round())
+    check(again, expected[:1])
 
 
 def test_a_loader_is_measured_without_its_processes() -> None:
