@@ -96,6 +96,7 @@ def test_an_optimizer_may_have_no_parameters_of_a_stage() -> None:
     assert len(updater.states) == 1
     updater.optimizers.restart_schedulers(2)
     assert rates(updater) == [0.0625]
+    assert len(updater.states) == 1
     with pytest.raises(ValueError, match="empty parameter list"):  # torch is as before
         torch.optim.SGD([], lr=0.5)
 

@@ -318,6 +318,31 @@ def test_before_update_sees_a_layer_at_a_time_under_a_stream_of_its_own() -> Non
     assert whole != drawn(first=0, count=4, step=4)
 
 
+def test_an_optimizer_draws_from_a_stream_of_its_own() -> None:
+    """Nor does a scheduler that an epoch steps depend on what ran before, as an evaluation pass."""
+
+    def drawn(before: int, step: int) -> list[float]:
+        seen: list[float] = []
+
+        def noisy(params: Any) -> torch.optim.Optimizer:
+            optimizer = sgd(params)
+            optimizer.register_step_pre_hook(lambda *_: seen.append(torch.rand(()).item()))
+            return optimizer
+
+        def schedule(optimizer: Any) -> Any:
+            return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: torch.rand(()).item())
+
+        updater = make([layer(1.0)], noisy, schedule, scheduler_interval="epoch")
+        torch.manual_seed(before)
+        updater.apply(Update(step))
+        torch.manual_seed(before)
+        updater.end_epoch(step)
+        return [*seen, updater.optimizers.learning_rate]
+
+    assert drawn(1, 3) == drawn(2, 3)
+    assert drawn(1, 3) != drawn(1, 4)
+
+
 def test_the_position_has_the_layer_of_before_update() -> None:
     tracker = Tracker()
     seen: list[Position] = []
