@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -338,7 +340,17 @@ class Scaled(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         self.calls += 1
         self.shared.seen = self.calls
-        return self.linear(x) * (self.factor * self.shared.factor) + self.bias
+        factor = self.shared.deep["all"][0].factor
+        return self.linear(x) * (self.factor * self.shared.factor * factor) + self.bias
+
+
+class Factor:
+    """An object without a dict."""
+
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        self.factor = 1.0
 
 
 class Shared:
@@ -346,6 +358,7 @@ class Shared:
 
     def __init__(self) -> None:
         self.factor, self.seen = 1.0, 0
+        self.deep = {"all": [Factor()]}
 
 
 class Positions(nn.Module):
@@ -381,6 +394,7 @@ class Stateful(nn.Module):
         self.l = nn.ModuleList(Scaled(self.shared) for _ in range(3))
         self.apart = nn.ModuleList(Scaled(Shared()) for _ in range(3))
         self.adding = nn.ModuleList(Adding() for _ in range(2))
+        self.telling = nn.ModuleList(Telling() for _ in range(2))
         self.head = nn.Linear(WIDTH, WIDTH)
         self.way = way
 
@@ -424,6 +438,12 @@ def switched(m: Any, x: torch.Tensor) -> Any:
     return m.apart[1](out)
 
 
+def switched_further_down(m: Any, x: torch.Tensor) -> Any:
+    out = m.apart[0](x)
+    m.apart[1].shared.deep["all"][0].factor = 0.5
+    return m.apart[1](out)
+
+
 def told_by_another(m: Any, x: torch.Tensor) -> Any:
     m.l[0](x)
     m.shared.factor = m.shared.seen * 2.0
@@ -455,6 +475,46 @@ class Adding(nn.Module):
         return self.linear(x) * self.calls + self.bias
 
 
+class Telling(nn.Module):
+    """A unit that calls a function that it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bias = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor, tell: Callable[[], int]) -> Any:
+        return self.linear(x) * tell() + self.bias
+
+
+def told_by_an_object(m: Any, x: torch.Tensor) -> Any:
+    def tell(told: Any) -> int:
+        told.names.add(f"{len(told.names)}")
+        return len(told.names)
+
+    method = MethodType(tell, SimpleNamespace(names=set()))
+    return m.telling[1](m.telling[0](x, method), method)
+
+
+def told_by_bytes(m: Any, x: torch.Tensor) -> Any:
+    def tell(told: bytearray) -> int:
+        told[0] += 1
+        return told[0]
+
+    function = partial(tell, bytearray(1))
+    return m.telling[1](m.telling[0](x, function), function)
+
+
+def told_by_a_closure(m: Any, x: torch.Tensor) -> Any:
+    calls = 0
+
+    def tell() -> int:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return m.telling[1](m.telling[0](x, tell), tell)
+
+
 def reset_first(m: Any, x: torch.Tensor) -> Any:
     for one in m.adding:
         one.calls = 0
@@ -484,7 +544,11 @@ def set_from_the_second_on(m: Any, x: torch.Tensor) -> Any:
         (counted, "what an earlier forward leaves .* in a second run mul gets other arguments"),
         (set_on_a_unit, "sets 'factor' of apart.1"),
         (switched, "sets 'shared' of apart.1"),
+        (switched_further_down, "sets 'shared' of apart.1"),
         (told_by_another, "sets 'shared' of l.1"),
+        (told_by_an_object, "depends on what a unit leaves .* telling.1 gets other arguments"),
+        (told_by_bytes, "depends on what a unit leaves .* telling.1 gets other arguments"),
+        (told_by_a_closure, "depends on what a unit leaves .* telling.1 gets other arguments"),
         (reset_first, "layer 0 .*sets 'calls' of adding.0 for the next forward"),
         (set_from_the_second_on, "sets 'factor' of apart.0 for the next forward"),
         (set_for_the_next, "layer 0 .*sets 'factor' of apart.0 for the next forward"),

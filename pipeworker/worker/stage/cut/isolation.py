@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from operator import is_
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from pipeworker.errors import UsageError
 from pipeworker.worker.internals import pytree, version_of
 from pipeworker.worker.stage.cut.containers import held_by, restore
 from pipeworker.worker.stage.cut.inner_hooks import hooked_in
+from pipeworker.worker.stage.cut.objects import bytes_of, held_within
 from pipeworker.worker.stage.cut.shapes import HollowUnit
 from pipeworker.worker.stage.cut.trace import Call, Recording
 from pipeworker.worker.transport.structure import PLAIN_TYPES
@@ -29,7 +29,6 @@ from pipeworker.worker.transport.structure import PLAIN_TYPES
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 """The attributes in which each module keeps its parameters, buffers, modules and hooks; and the one
 that gets the calls of a hollow unit."""
-_ATOMS = (type, FunctionType, MethodType, ModuleType, nn.Module)
 _Held = dict[str, list[Any]]
 """By the path of an attribute, the objects that it holds, and the versions of its tensors."""
 
@@ -118,24 +117,14 @@ def _held_by(unit: nn.Module) -> _Held:
 
 
 def _flat(value: Any) -> Iterator[Any]:
-    """Yield a value, and what it holds one level further down."""
-    yield from _atom(value)
-    if isinstance(value, (list, tuple, set, frozenset)):
-        items: list[Any] = list(value)
-    elif isinstance(value, dict):
-        items = [one for item in value.items() for one in item]
-    elif hasattr(value, "__dict__") and not isinstance(value, (*_ATOMS, torch.Tensor)):
-        items = [one for item in vars(value).items() for one in item]
-    else:
-        return
-    for one in items:
+    """Yield a value, and what it holds; with each, what shows that its numbers have changed."""
+    for one in held_within(value):
         yield from _atom(one)
 
 
 def _atom(value: Any) -> Iterator[Any]:
     yield value
-    if isinstance(value, torch.Tensor):
-        yield version_of(value)
+    yield version_of(value) if isinstance(value, torch.Tensor) else bytes_of(value)
 
 
 def _same(left: list[Any], right: list[Any]) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from pipeworker.worker.internals import is_fake, version_of
 from pipeworker.worker.stage.cut.calls import Counting, leaves_of, name_of
+from pipeworker.worker.stage.cut.objects import bytes_of, held_within
 from pipeworker.worker.stage.values import bits_of
 from pipeworker.worker.transport.structure import PLAIN_TYPES
 
@@ -30,14 +31,19 @@ class Trace:
         self.calls.append((name, *(self._key(leaf, known) for leaf in leaves)))
 
     def _key(self, leaf: Any, known: Sequence[Mapping[int, Any]]) -> Any:
+        if isinstance(leaf, (torch.Tensor, slice, *_PLAIN)):
+            return self._atom(leaf, known)
+        return tuple(self._atom(one, known) for one in held_within(leaf))  # units may change it
+
+    def _atom(self, leaf: Any, known: Sequence[Mapping[int, Any]]) -> Any:
         if isinstance(leaf, torch.Tensor):
             for names in known:
                 if id(leaf) in names:
                     return names[id(leaf)]
             return tuple(leaf.shape), leaf.dtype, None if is_fake(leaf) else self._digest(leaf)
         if isinstance(leaf, slice):
-            return tuple(self._key(one, known) for one in (leaf.start, leaf.stop, leaf.step))
-        return type(leaf), repr(leaf) if isinstance(leaf, _PLAIN) else None
+            return tuple(self._atom(one, known) for one in (leaf.start, leaf.stop, leaf.step))
+        return type(leaf), repr(leaf) if isinstance(leaf, _PLAIN) else bytes_of(leaf)
 
     def _digest(self, tensor: torch.Tensor) -> Any:
         """Return a number for a tensor's content; a mask that all layers use is read once."""
