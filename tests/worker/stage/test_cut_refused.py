@@ -234,6 +234,15 @@ def given(m: Any, x: torch.Tensor) -> Any:
     return m.apply_it(m.l[0](x), m.l[1])
 
 
+def iterated(m: Any, x: torch.Tensor) -> Any:
+    return m.apply_it(m.l[0](x), iter([torch.tanh]))
+
+
+def drawn(m: Any, x: torch.Tensor) -> Any:
+    chances = torch.sigmoid(m.l[0](x))
+    return m.l[1](torch.bernoulli(chances, generator=torch.Generator()))
+
+
 def popped(m: Any, x: torch.Tensor) -> Any:
     hidden = m.l[0](x)
     return m.pop(m.l[1](hidden), [hidden])
@@ -292,6 +301,8 @@ def replaced(m: Any, x: torch.Tensor) -> Any:
         ),
         (frozen_by_an_attribute, "sets an attribute of the parameter 'l.2.bias'"),
         (given, "calls a unit with a module"),
+        (iterated, "calls a function or a module with a list_iterator"),
+        (drawn, "calls a function or a module with a Generator"),
         (popped, "removes what is in a list"),
         (hooked_late, "registers a hook on a tensor that an earlier layer has used"),
         (differentiated, "takes a gradient through its layers, at test_cut_refused.py"),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import UsageError, a_type
 from pipeworker.worker.internals import (
     base_of,
     has_backward_hooks,
@@ -104,6 +104,16 @@ class Guards:
                 "makes a checkpoint, or has hooks on saved tensors",
                 "leave checkpoints to --recompute",
             )
+
+    def check_state(self, leaves: Sequence[Any]) -> None:
+        """Reject an argument that a call advances: where others are computed, it stays behind."""
+        for leaf in leaves:
+            if isinstance(leaf, (Iterator, torch.Generator)):
+                raise self.refused(
+                    f"calls a function or a module with {a_type(leaf)}, which only the stage that "
+                    "computes the call would advance",
+                    "pass what it yields, or draw from torch's own generator",
+                )
 
     def filled(self, tensor: torch.Tensor) -> None:
         """Check a tensor of the input, or a new one, that gets numbers of an activation."""

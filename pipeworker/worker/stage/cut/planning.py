@@ -187,6 +187,7 @@ class Planning:
         self._use(tensors)
         if not reads_metadata(func):
             leaves = [*leaves_of(args), *leaves_of(kwargs)]
+            self._guards.check_state(leaves)
             self.trace.add(name, leaves, self._numbers, self._parameters)
         changed = kwargs.get("out") if "out" in kwargs else args[0] if is_in_place(name) else None
         if isinstance(changed, torch.Tensor):
@@ -314,11 +315,13 @@ class Planning:
         if any(id(parameter) not in self._parameters for parameter in unit.parameters()):
             raise self._guards.refused("replaces the parameters of a unit", "do it within a unit")
         self._guards.check_context()
-        if any(isinstance(leaf, nn.Module) for leaf in leaves_of((args, kwargs))):
+        leaves = leaves_of((args, kwargs))
+        if any(isinstance(leaf, nn.Module) for leaf in leaves):
             raise self._guards.refused("calls a unit with a module", "have the unit own the module")
+        self._guards.check_state(leaves)
         given = tensors_of((args, kwargs))
         self._guards.check_tensors(self._unknown(given))
-        self.trace.add(name, leaves_of((args, kwargs)), self._numbers, self._parameters)
+        self.trace.add(name, leaves, self._numbers, self._parameters)
         held = held_by(args, kwargs)
         inside = [*tensors_of((args, kwargs)), *tensors_of([before for _, before in held])]
         self._use(inside)
