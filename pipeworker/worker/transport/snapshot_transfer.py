@@ -143,9 +143,11 @@ class MirrorClient:
     def mirror(self, slot: int, memory: SnapshotMemory, step: int) -> bool:
         """Send a snapshot; return whether all of it is mirrored, as it was after `step`.
 
-        It is not if the slot was reused meanwhile or the other host is gone: then this generation
-        is about to end.
+        It is not if the slot was reused meanwhile or the connection failed, which the next call
+        opens again. Where the other host is gone, this generation is about to end.
         """
+        if self._closed:
+            return False
         try:
             if self._connection is None:
                 until = time.monotonic() + timings().reach
@@ -163,14 +165,19 @@ class MirrorClient:
         except (OSError, AuthenticationError) as error:
             if not self._closed:
                 streams.note(f"the snapshot of step {step} could not be mirrored: {error}")
+            self._disconnect()
             return False
 
     def close(self) -> None:
         """Close the connection; a transfer under way fails."""
         self._closed = True
-        if self._connection is not None:
-            handshake.shut_down(self._connection)
-            self._connection.close()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            handshake.shut_down(connection)
+            connection.close()
 
 
 def fetch_snapshot(

@@ -145,6 +145,20 @@ def test_only_complete_snapshots_are_mirrored(
             memory.close()
 
 
+def test_a_snapshot_is_mirrored_after_one_whose_connection_failed(
+    network: Network, memories: dict[int, list[SnapshotMemory]]
+) -> None:
+    store, memory = LocalStore(), memories[3][0]
+    memory.write(2, json.dumps({"step": 7}).encode())
+    copies = {3: [SnapshotMemory()]}
+    server = MirrorServer(copies, store.store(), network, MEMBERSHIP)
+    with contextlib.closing(MirrorClient(3, store.store(), network, MEMBERSHIP)) as client:
+        assert not client.mirror(1, memory, 7)  # the server has no such slot: it closes
+        assert client.mirror(0, memory, 7)
+    server.close()
+    copies[3][0].close()
+
+
 def test_a_worker_of_another_generation_is_rejected(
     network: Network,
     memories: dict[int, list[SnapshotMemory]],
