@@ -127,6 +127,7 @@ def test_halves_of_a_tensor_have_no_common_elements() -> None:
     assert not layouts.have_common_elements([base[:, ::2], base[:, 1::2], torch.zeros(0)])
     assert layouts.have_common_elements([base, base[1:, 2]])
     assert layouts.have_common_elements([base[0], base[0].view(torch.int32)])
+    assert layouts.have_common_elements([base[3], base.view(torch.int16)[3]])
 
 
 @given(laid_out())
@@ -322,6 +323,22 @@ def test_one_tensor_twice_does_not_match_two_tensors() -> None:
     frame, _ = frames.describe((x, x))
     assert frames.matches(frame, (x, y)) is None
     assert frames.matches(frame, (y, y)) == [y]
+
+
+def test_a_tensor_and_its_view_do_not_match_two_tensors_of_their_own() -> None:
+    x, y = filled((2,)), filled((2,))
+    view = x.view(2)
+    (apart, _), (shared, _) = frames.describe((x, y)), frames.describe((x, view))
+    assert frames.matches(shared, (x, view)) == [x, view]
+    assert frames.matches(apart, (x, view)) is None
+    assert frames.matches(shared, (x, y)) is None
+
+
+def test_a_tensor_between_the_multiples_of_its_element_size_arrives() -> None:
+    tensor = torch.frombuffer(bytearray(range(80)), dtype=torch.int32, offset=1, count=4)
+    layout = layouts.layout_of(tensor)
+    buffer = layouts.buffer_for(layout, lambda size: torch.empty(size, dtype=torch.uint8))
+    assert torch.equal(layouts.unpack(buffer.copy_(layouts.pack(tensor)), layout), tensor)
 
 
 @dataclass
