@@ -198,8 +198,6 @@ def pack(tensor: torch.Tensor) -> torch.Tensor:
         resolved = tensor.resolve_conj().resolve_neg()
     if resolved.is_contiguous():
         return resolved
-    if _overlaps(tensor):
-        return resolved.contiguous()
     return _moving(resolved, layout_of(tensor)).contiguous()
 
 
