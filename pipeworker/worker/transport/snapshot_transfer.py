@@ -149,10 +149,11 @@ class MirrorClient:
         if self._closed:
             return False
         try:
-            if self._connection is None:
-                until = time.monotonic() + timings().reach
-                self._connection = self._login.connect(self._address, until, lambda: self._closed)
             connection = self._connection
+            if connection is None:
+                until = time.monotonic() + timings().reach
+                connection = self._login.connect(self._address, until, lambda: self._closed)
+                self._connection = connection
             sizes = [os.fstat(file).st_size for file in memory.handles[:2]]
             connection.sendall(_MIRROR_HEADER.pack(self._rank, slot, *sizes))
             for file, size in zip(memory.handles, sizes, strict=False):
