@@ -186,7 +186,6 @@ class _Measured:
     def facts(self) -> LayerFacts:
         """Return the facts of the layer."""
         stage = self._stage
-        stage.begin(0)
         begin = perf_counter()
         found = self._sizes()
         slow = perf_counter() - begin > _SLOW
@@ -358,6 +357,7 @@ class _Measured:
 
     def _microbatch(self, *, split: bool = False) -> MicroBatch:
         """Return the input of a run; the layer changes no other run's."""
+        self._stage.begin(0)  # each is a mini-batch of its own: none is checked with another one
         call = self._call
         value, popped = call.value, {name: call.popped[name] for name in sorted(call.popped)}
         if self._changes_input:

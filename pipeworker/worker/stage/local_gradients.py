@@ -21,8 +21,6 @@ _Gradients = list[torch.Tensor | None]
 _State = tuple[torch.Tensor | None, int]
 """A gradient, and its version."""
 _NONE: _State = None, 0
-_WATCHED = 64
-"""The number of first forwards that are checked; see :func:`is_checked` for the later ones."""
 
 
 class LocalGradients:
@@ -48,7 +46,7 @@ class LocalGradients:
             UsageError: the forward has changed a gradient without ``torch.autograd.backward``.
         """
         self._forwards += 1
-        check = self._check if is_checked(self._forwards, _WATCHED) else None
+        check = self._check if is_checked(self._forwards) else None
         return _Forward(self._weights, mb, check)
 
     def _check(self, before: Sequence[_State]) -> None:
