@@ -95,6 +95,53 @@ def test_a_forward_that_ends_in_another_way_than_planned_is_an_error(
         pipeline_of(Ending(scaled=scaled), list(vectors()), mse, stages, "always").train(1)
 
 
+class Step(nn.Module):
+    """A unit that may return a pair, and may get a value in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bias = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor, held: Any = None, *, is_pair: bool = False) -> Any:
+        out = self.linear(x) + self.bias
+        if held is not None:
+            out = out + held.value
+        return (out, out) if is_pair else out
+
+
+class Turning(nn.Module):
+    """Takes the way that its input specifies; 0 is the one that is planned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Step() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, way: torch.Tensor) -> Any:
+        first = self.layers[0](x, is_pair=bool(way[0] == 1))
+        first = first[0] if isinstance(first, tuple) else first
+        second = self.layers[1](first + 1 if way[0] == 2 else first)
+        if way[0] == 3:
+            return second
+        return self.layers[2](second, types.SimpleNamespace(value=first) if way[0] == 4 else None)
+
+
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        (1, "layers.0 returns another structure"),
+        (2, "it has 3 operations up to layers.1, and had 2"),
+        (3, "it ends early"),
+        (4, "layers.2 got a value that is elsewhere"),
+    ],
+)
+def test_a_forward_that_takes_another_way_later_is_an_error(way: int, text: str) -> None:
+    torch.manual_seed(3)
+    ways = (torch.zeros(4), torch.full((4,), way))
+    batches = [({"x": x, "way": w}, y) for (x, y), w in zip(vectors(), ways, strict=False)]
+    with pytest.raises(UsageError, match=f"takes another way than when it was cut.*: {text}"):
+        pipeline_of(Turning(), batches, mse, 3, "always").train(2)
+
+
 class Casting(nn.Module):
     """Uses an activation, and a cast of it, in its last layer."""
 

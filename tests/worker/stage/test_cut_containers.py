@@ -123,7 +123,7 @@ class Exchanging(nn.Module):
         both = [x, x * 2]
         for layer in self.layers:
             layer(both)
-        return both[0] + both[1]
+        return torch.sin(both[0]) + both[1]
 
 
 class Exchange(nn.Module):
