@@ -6,6 +6,7 @@ import copy
 import math
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -274,7 +275,39 @@ class Shifting(nn.Module):
         return self.layers[2](out) + table.sum(dim=0)
 
 
-@pytest.mark.parametrize("make", [Biased, Shifting])
+class Turned(nn.Linear):
+    """Returns a transposed view, and one of a part of its memory; it may need numbers for that."""
+
+    def __init__(self, looks: bool) -> None:
+        super().__init__(WIDTH, 2 * WIDTH)
+        self.looks = looks
+
+    def forward(self, x: torch.Tensor) -> Any:
+        whole = super().forward(x)
+        if self.looks and whole.sum().item() == 0.5:
+            return whole, whole
+        return whole[:, :WIDTH].view(len(x), 2, -1).transpose(1, 2), whole[:, 1 : WIDTH + 1]
+
+
+class Strided(nn.Module):
+    """Does what depends on the strides of what a layer has returned."""
+
+    def __init__(self, looks: bool) -> None:
+        super().__init__()
+        self.first, self.gain = Turned(looks), nn.Parameter(torch.ones(WIDTH))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        turned, part = self.first(x)
+        made, plain = turned.contiguous(), part.contiguous()
+        out = self.layers[0](turned.transpose(1, 2).reshape(len(x), -1) * self.gain)
+        back = turned.transpose(1, 2)
+        return self.layers[1](out + made.view(len(x), -1) + plain) + back.flatten(1) + part
+
+
+@pytest.mark.parametrize(
+    "make", [Biased, Shifting, partial(Strided, looks=False), partial(Strided, looks=True)]
+)
 def test_a_module_with_a_habit_equals_its_own_forward(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(3)
     module, batches = make(), list(vectors())

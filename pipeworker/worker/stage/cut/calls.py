@@ -16,6 +16,7 @@ import pipeworker
 from pipeworker.errors import UsageError
 from pipeworker.worker.internals import pytree
 from pipeworker.worker.stage.cut.plan import Number
+from pipeworker.worker.stage.cut.units import stride_of
 from pipeworker.worker.transport.structure import PLAIN_TYPES, encode_scalar, is_namedtuple
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
@@ -125,12 +126,15 @@ def key_of(leaf: Any, lasting: Sequence[Container[int]]) -> Any:
 
 
 def descriptions(leaves: Sequence[Any], name: str) -> tuple[Any, ...]:
-    """Return each leaf of a value as plain data: of a tensor, shape, dtype and `requires_grad`."""
+    """Return each leaf of a value as plain data.
+
+    Of a tensor it is shape, dtype, `requires_grad`, and strides, or None if it is contiguous.
+    """
     found: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             dtype = str(leaf.dtype).removeprefix("torch.")
-            found.append((tuple(leaf.shape), dtype, leaf.requires_grad))
+            found.append((tuple(leaf.shape), dtype, leaf.requires_grad, stride_of(leaf)))
         elif type(leaf) in PLAIN_TYPES:
             found.append(encode_scalar(leaf))
         else:

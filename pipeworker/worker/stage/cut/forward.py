@@ -183,9 +183,10 @@ class Forward:
         return [*found]
 
     def _leaf(self, described: Any) -> Any:
-        if isinstance(described, tuple) and len(described) == 3:
-            shape, dtype, wants_grad = described
-            return stand_in(shape, getattr(torch, dtype), self._device, wants_grad=wants_grad)
+        if isinstance(described, tuple) and len(described) == 4:
+            shape, name, wants_grad, stride = described
+            dtype = getattr(torch, name)
+            return stand_in(shape, dtype, self._device, stride, wants_grad=wants_grad)
         return decode(described, self._types)
 
     # Outside of units.

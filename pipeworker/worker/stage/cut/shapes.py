@@ -21,7 +21,7 @@ from pipeworker.worker.internals import (
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.cut.containers import Held, restore
 from pipeworker.worker.stage.cut.inner_hooks import Heard, listening
-from pipeworker.worker.stage.cut.units import computed_attributes, stand_in
+from pipeworker.worker.stage.cut.units import computed_attributes, stand_in, stride_of
 
 
 class HollowUnit:
@@ -96,8 +96,8 @@ class HollowUnit:
             if is_fake(tensor):
                 return tensor
             if id(tensor) not in made:
-                shape, wants = tuple(tensor.shape), tensor.requires_grad
-                stands = stand_in(shape, tensor.dtype, tensor.device, wants_grad=wants)
+                shape, stride, wants = tuple(tensor.shape), stride_of(tensor), tensor.requires_grad
+                stands = stand_in(shape, tensor.dtype, tensor.device, stride, wants_grad=wants)
                 made[id(tensor)] = tensor, stands
             return made[id(tensor)][1]
 

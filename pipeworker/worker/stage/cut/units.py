@@ -64,12 +64,30 @@ def saved_buffers(root: nn.Module, *, recurse: bool = True) -> Iterator[tuple[st
 
 
 def stand_in(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, wants_grad: bool = False
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    stride: tuple[int, ...] | None = None,
+    *,
+    wants_grad: bool = False,
 ) -> torch.Tensor:
-    """Return a fake tensor, which has a shape and takes no memory; it is no leaf of a graph."""
+    """Return a fake tensor, which has a shape and takes no memory; it is no leaf of a graph.
+
+    Without a `stride` it is contiguous.
+    """
     with shared_fake_mode():
-        made = torch.empty(shape, dtype=dtype, device=device)
-        return made.requires_grad_().clone() if wants_grad else made
+        if stride is None:
+            made = torch.empty(shape, dtype=dtype, device=device)
+            return made.requires_grad_().clone() if wants_grad else made
+        size = 1 + sum(step * (count - 1) for step, count in zip(stride, shape, strict=True))
+        whole = torch.empty(size, dtype=dtype, device=device)
+        return (whole.requires_grad_().clone() if wants_grad else whole).as_strided(shape, stride)
+
+
+def stride_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the strides of a dense tensor; None if it is contiguous, or not dense."""
+    is_plain = tensor.layout is not torch.strided or tensor.is_contiguous() or not tensor.numel()
+    return None if is_plain else tensor.stride()
 
 
 def hollow_parameter(parameter: nn.Parameter, device: torch.device = CPU) -> nn.Parameter:
