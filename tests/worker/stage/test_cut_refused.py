@@ -36,6 +36,23 @@ class Counts(nn.Module):
         return self.layers[1](self.layers[0](x))
 
 
+class Assigns(Counts):
+    """Assigns a buffer outside of its units."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls = self.calls + 1
+        return self.layers[1](self.layers[0](x))
+
+
+class Fills(Counts):
+    """Fills a buffer outside of its units with what a unit returns."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.layers[0](x)
+        self.calls.copy_(hidden.detach().mean())
+        return self.layers[1](hidden)
+
+
 class Views(nn.Module):
     """Changes a tensor of which another layer has a view."""
 
@@ -69,6 +86,8 @@ class Packs(nn.Module):
     ("module", "message"),
     [
         (Counts(), "its forward changes the buffer 'calls' outside of the modules"),
+        (Assigns(), "its forward changes the buffer 'calls' outside of the modules"),
+        (Fills(), "its forward changes the buffer 'calls' outside of the modules"),
         (
             Views(),
             "changes a tensor in place at .*, of which another layer has",
