@@ -68,6 +68,32 @@ class Views(nn.Module):
         return self.layers[2](other + part.sum() + out)
 
 
+class Halved(nn.Linear):
+    """Needs numbers, and returns views of the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = super().forward(x)
+        assert out.isfinite().all().item()
+        return out, out[:, :2]
+
+
+class ViewsOfUnit(Views):
+    """Changes one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gain = Halved(), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out, part = self.first(x)
+        other = self.layers[1](out * self.gain)
+        part.add_(1)
+        return self.layers[2](other + out)
+
+
 class Packs(nn.Module):
     """Packs a sequence, whose kernel reads the lengths, outside of its units."""
 
@@ -92,6 +118,7 @@ class Packs(nn.Module):
             Views(),
             "changes a tensor in place at .*, of which another layer has",
         ),
+        (ViewsOfUnit(), "changes a tensor in place at .*, of which another layer has"),
         (nn.ReLU(), "its forward calls no module with parameters"),
         (Packs(), r"layer 1 \(behind first\): .* depends on the numbers of an activation"),
     ],

@@ -21,7 +21,7 @@ from pipeworker.worker.internals import (
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.cut.containers import Held, restore
 from pipeworker.worker.stage.cut.inner_hooks import Heard, listening
-from pipeworker.worker.stage.cut.units import computed_attributes, stand_in, stride_of
+from pipeworker.worker.stage.cut.units import computed_attributes, stand_in
 
 
 class HollowUnit:
@@ -80,6 +80,7 @@ class HollowUnit:
     ) -> tuple[Any, Heard]:
         known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        wholes: _Wholes = {}
 
         def real(tensor: torch.Tensor) -> torch.Tensor:
             if not is_fake(tensor):
@@ -96,9 +97,7 @@ class HollowUnit:
             if is_fake(tensor):
                 return tensor
             if id(tensor) not in made:
-                shape, stride, wants = tuple(tensor.shape), stride_of(tensor), tensor.requires_grad
-                stands = stand_in(shape, tensor.dtype, tensor.device, stride, wants_grad=wants)
-                made[id(tensor)] = tensor, stands
+                made[id(tensor)] = tensor, _view_like(tensor, wholes)
             return made[id(tensor)][1]
 
         copied = _with_numbers(self.unit, self._hooks)
@@ -118,6 +117,25 @@ class HollowUnit:
                     setattr(own, key, pytree.tree_map_only(torch.Tensor, fake, value))
         told = [(name, pytree.tree_map_only(torch.Tensor, fake, value)) for name, value in heard]
         return pytree.tree_map_only(torch.Tensor, fake, out), told
+
+
+_Wholes = dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
+"""By address and dtype, a tensor, which keeps the memory, and the stand-in for all of it."""
+
+
+def _view_like(tensor: torch.Tensor, wholes: _Wholes) -> torch.Tensor:
+    """Return a stand-in for a tensor; those of views of the same memory share theirs."""
+    if tensor.layout is not torch.strided:
+        wants = tensor.requires_grad
+        return stand_in(tuple(tensor.shape), tensor.dtype, tensor.device, wants_grad=wants)
+    memory, dtype = tensor.untyped_storage(), tensor.dtype
+    key = memory.data_ptr(), dtype
+    if key not in wholes:
+        size, wants = memory.nbytes() // tensor.itemsize, dtype.is_floating_point
+        whole = stand_in((size,), dtype, tensor.device, wants_grad=wants or dtype.is_complex)
+        wholes[key] = tensor, whole
+    view = wholes[key][1].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return view if tensor.requires_grad else view.detach()
 
 
 def _with_numbers(unit: nn.Module, hooks: Hooks) -> nn.Module:
