@@ -26,6 +26,9 @@ from pipeworker.wire import lines
 from pipeworker.wire.lines import FromCoordinator, Interrupt, KeepAlive, ToCoordinator, Warned
 
 _KILLED = "the coordinator was killed"
+_SAME_INTERRUPT = 1.0
+"""Seconds within which a second signal is the same interrupt: the launcher receives two where a
+terminal is closed (of the shell and of the kernel), and where the program ``timeout`` ends it."""
 
 
 class Supervisor:
@@ -61,6 +64,7 @@ class Supervisor:
         self._steps = options.resume_step
         self._snapshot: lines.Snapshot | None = None
         self._interrupts = 0
+        self._interrupted_at = float("-inf")
         self._stops_early = False  # before the first step, as the user was told
         self._ended = False
         self._lost_hosts: list[str] = []  # reasons, since the generation began
@@ -122,10 +126,11 @@ class Supervisor:
                 else:
                     self._fork(now)
             case lines.Interrupt():
-                self._interrupt()
+                if now - self._interrupted_at >= _SAME_INTERRUPT:
+                    self._interrupt(now)
             case events.TerminalLost():
                 if not self.stopping and self.verdict is None:
-                    self._interrupt()
+                    self._interrupt(now)
             case lines.SaveRequest():
                 self._send(event)
             case events.Ticked():
@@ -372,9 +377,9 @@ class Supervisor:
 
     # The user, and time.
 
-    def _interrupt(self) -> None:
+    def _interrupt(self, now: float) -> None:
         """Stop after the step; on a second interrupt, or before the job has begun, at once."""
-        self._interrupts += 1
+        self._interrupts, self._interrupted_at = self._interrupts + 1, now
         if self._interrupts > 1 or self._coordinator is None:
             self._ended = True
         else:
