@@ -109,6 +109,25 @@ def test_a_send_without_a_posted_buffer_is_queued_and_does_not_block(pair: Pair)
     assert got.tolist() == [1.0] * 3
 
 
+def test_sends_keep_their_order_while_buffers_are_posted(pair: Pair) -> None:
+    sender, receiver = pair
+    received: list[int] = []
+
+    def receive() -> None:
+        for _ in range(2000):
+            memory = torch.zeros(1, dtype=torch.int64)
+            receiver.receive([memory], 0)[0].wait()
+            received.append(int(memory))
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    sends = [sender.send(torch.tensor([number]), 0) for number in range(2000)]
+    thread.join()
+    for send in sends:
+        send.wait()
+    assert received == [*range(2000)]
+
+
 def test_unused_memory_is_allocated_again(pair: Pair) -> None:
     _, target = pair
     first = target.allocate(10_000)
