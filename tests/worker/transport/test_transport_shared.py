@@ -11,20 +11,23 @@ import socket
 import struct
 import sys
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from pipeworker.errors import PeerLost, ProtocolError
+from pipeworker.worker.transport.handshake import RendezvousPoint
 from pipeworker.worker.transport.links import unix
 from pipeworker.worker.transport.links.arena import Arena
 from pipeworker.worker.transport.links.link import COMPLETE
 from pipeworker.worker.transport.links.shared import POSTS_AT_ONCE, ReceivingLink, SendingLink
-from support.in_process.transport import FORTH, connect_all
+from support.in_process.transport import FORTH, LocalStore, connect_all
 from support.processes.memory import shared_memory
 from support.real_jobs.jobs import until
 from support.slow import slow
@@ -367,6 +370,20 @@ def test_a_delivered_tensor_is_dropped_before_it_is_waited_for(pair: Pair) -> No
     target.receive([got], 0)[0].wait()
     until(lambda: alive() is None)
     pending.wait()
+
+
+def test_the_time_limit_of_connecting_is_none_of_later_sends() -> None:
+    store, deadline = LocalStore(), time.monotonic() + 20
+    with ThreadPoolExecutor() as pool:
+        points = [RendezvousPoint(store.store(), "link", deadline) for _ in range(2)]
+        ends = [
+            pool.submit(unix.connect_unix, FORTH, bytes(32), point, sends=sends)
+            for point, sends in zip(points, (True, False), strict=True)
+        ]
+        for end in ends:
+            with end.result() as connection:
+                limit = connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16)
+                assert (limit, connection.gettimeout()) == (bytes(16), None)
 
 
 def test_hosts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
