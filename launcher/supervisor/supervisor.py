@@ -26,7 +26,7 @@ from pipeworker.wire import lines
 from pipeworker.wire.lines import FromCoordinator, Interrupt, KeepAlive, ToCoordinator, Warned
 
 _KILLED = "the coordinator was killed"
-_SAME_INTERRUPT = 1.0
+_SAME_INTERRUPT = 0.25
 """Seconds within which a second signal is the same interrupt: the launcher receives two where a
 terminal is closed (of the shell and of the kernel), and where the program ``timeout`` ends it."""
 

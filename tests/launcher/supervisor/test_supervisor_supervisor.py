@@ -284,9 +284,9 @@ def test_the_first_interrupt_stops_after_the_step_and_the_second_at_once() -> No
     assert shown(found)[0].startswith("stopping after this step, with a checkpoint")
     assert not job.supervisor.over
     job.coordinator(StepResult(7, 0.5, 4, 0.1, 40.0, 1.0, 0.1, 0.0, 0))
-    assert job.handle(Interrupt(), seconds=0.9) == []
-    assert not job.supervisor.over  # the same interrupt, which the launcher has received twice
     assert job.handle(Interrupt(), seconds=0.2) == []
+    assert not job.supervisor.over  # the same interrupt, which the launcher has received twice
+    assert job.handle(Interrupt(), seconds=0.1) == []
     assert job.supervisor.over
     verdict = job.supervisor.own_verdict(1.0)
     assert (verdict.status, verdict.exit_status, verdict.steps) == ("interrupted", 130, 7)
