@@ -20,7 +20,8 @@ from pipeworker.runs.info import RUNNING
 from pipeworker.runs.listing import one_line, read_runs
 
 _OURS = re.compile(
-    r"(damaged-)?step-\d{8,19}(-\d+)?|\.step-\d{8,19}\.(partial|(partial\.[0-9a-f]+\.)?gone)",
+    r"(damaged-|left-)?step-\d{8,19}(-\d+)?"
+    r"|\.step-\d{8,19}\.(partial|(partial\.[0-9a-f]+\.)?gone)",
     re.ASCII,
 )
 """The folders that a job makes among its checkpoints."""

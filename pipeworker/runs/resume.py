@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pipeworker.errors import UnreadableFile, UsageError, reading
 from pipeworker.plan.figures import plural
+from pipeworker.record.checkpoint.folder import unused
 from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
 from pipeworker.record.files.atomic_file import remove_partial_files, sync_file, temporary_path
 from pipeworker.record.metrics import rows
@@ -61,7 +62,7 @@ def roll_back(run_dir: RunDir, point: ResumePoint) -> list[str]:
     Damaged checkpoints are renamed, not removed: the run will use their names again.
     """
     for path in point.damaged:
-        path.rename(_unused(path.with_name(f"damaged-{path.name}")))
+        path.rename(unused(path.with_name(f"damaged-{path.name}")))
     run_dir.checkpoints.remove_leftovers()
     remove_partial_files(run_dir.root)
     run_dir.summary.unlink(missing_ok=True)
@@ -72,12 +73,6 @@ def roll_back(run_dir: RunDir, point: ResumePoint) -> list[str]:
         for path, count in damaged.items()
         if count
     ]
-
-
-def _unused(path: Path) -> Path:
-    """Return this path, or one with a number behind it, so that it does not exist."""
-    names = (path.with_name(f"{path.name}{end}") for end in ("", *(f"-{n}" for n in range(2, 999))))
-    return next(name for name in names if not name.exists())
 
 
 def truncate_rows(path: Path, step: int) -> int:

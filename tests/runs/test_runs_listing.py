@@ -189,6 +189,7 @@ def test_prune_keeps_the_newest_and_the_best_checkpoint(folder: Path) -> None:
         complete(made, step, evaluation={"step": step, "loss": loss})
     (made.checkpoints.at(5) / "state-00001-of-00001.json").unlink()  # 4 is the newest that is whole
     (made.checkpoints.path / "damaged-step-00000003").mkdir()
+    (made.checkpoints.path / "left-step-00000004").mkdir()
     (made.checkpoints.path / ".step-00000006.partial").mkdir()
     (made.checkpoints.path / ".step-00000008.partial.0a1b2c3d.gone").mkdir()
     outside = folder / "outside"
@@ -201,7 +202,7 @@ def test_prune_keeps_the_newest_and_the_best_checkpoint(folder: Path) -> None:
     assert names(made) == before
     assert text.splitlines()[0].startswith(
         "a: would remove .step-00000006.partial (0B), .step-00000008.partial.0a1b2c3d.gone (0B), "
-        "damaged-step-00000003 (0B), step-00000001 ("
+        "damaged-step-00000003 (0B), left-step-00000004 (0B), step-00000001 ("
     )
     assert text.splitlines()[-1].startswith("would free ")
     size = text.split()[-4]

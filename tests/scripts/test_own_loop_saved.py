@@ -56,6 +56,36 @@ def test_a_checkpoint_is_loaded_by_any_number_of_ranks(jobs: Jobs, scripts: Scri
             assert value.equal(end.weights[key]), key
 
 
+GOES_BACK = """
+    def pipeline(**options):
+        return pipeworker.Pipeline(
+            model, loss=loss, optimizer=optimizer, microbatches=4, keep=1, run_dir="run", **options
+        )
+
+    pipe = pipeline()
+    batches = list(data())
+    pipe.step(batches[0])
+    early = Path("early")
+    shutil.copytree(pipe.save(), early)
+    for batch in batches[1:4]:
+        pipe.step(batch)
+    pipe.save()
+    pipe.load(early)
+    pipe.step(batches[4])
+    saved = pipe.save().exists()
+    pipe.step(batches[5])
+    pipe.close()
+    again = pipeline(resume=True)
+    report(saved=saved, resumed=again.steps_done)
+"""
+
+
+def test_a_run_continues_from_what_a_loop_saved_after_it_went_back(scripts: Scripts) -> None:
+    run = scripts.start("import shutil\n" + script(DROPOUT, GOES_BACK), 1)
+    run.succeed()
+    assert run.reported(0) == {"saved": True, "resumed": 3}
+
+
 def test_train_resumes(jobs: Jobs, scripts: Scripts) -> None:
     train = """
         for steps in (3, 6):

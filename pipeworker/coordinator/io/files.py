@@ -124,6 +124,9 @@ class RunFiles:
     def commit(self, commit: Commit, stages: int) -> None:
         """Complete a checkpoint after the rows of its steps are on disk, then remove old ones.
 
+        Those of later steps, which a loop of the user's own has left by loading an earlier one, are
+        renamed: a run continues from the checkpoint of its highest step.
+
         `CheckpointEnded` reports its path, or why it cannot be completed.
         """
         step, checkpoints, all_rows = commit.step, self.run_dir.checkpoints, [*self._rows.values()]
@@ -140,18 +143,26 @@ class RunFiles:
             commit.epoch,
             commit.evaluation_due,
         )
+        left: list[Path] = []
 
         def complete() -> CheckpointEnded:
             try:
                 for rows in all_rows:
                     rows.sync()
                 self.descriptors.run(lambda: checkpoints.commit(manifest))
+                left.extend(checkpoints.leave_later(step) if self.options.own_loop else ())
             except (OSError, ValueError) as error:  # a file differs from what its worker reported
                 return _not_completed(step, error)
             return CheckpointEnded(step, located(checkpoints.at(step)))
 
         def ended(event: CheckpointEnded) -> None:
             self._completing.discard(step)
+            if left:
+                names = " and ".join(path.name for path in left)
+                self.warn(
+                    f"checkpoints: later ones than that of step {step} are kept as {names}; resume "
+                    f"continues after step {step}"
+                )
             if event.path:
                 self._remove_old_checkpoints()  # the end of the job waits for that too
             self.handle(event)

@@ -103,6 +103,18 @@ class CheckpointFolder:
         for path in self.path.glob(_GONE):
             remove(path)
 
+    def leave_later(self, step: int) -> list[Path]:
+        """Rename the checkpoints of steps after `step`, and return their new paths, oldest first.
+
+        A loop of the user's own has gone back behind them and saved `step`, which is now the newest
+        one.
+
+        Raises:
+            OSError: one cannot be renamed.
+        """
+        later = [path for path in self.paths() if step_of(path) > step]
+        return [path.rename(unused(path.with_name(f"left-{path.name}"))) for path in later]
+
     def remove_leftovers(self) -> None:
         """Remove what processes left that ended while they wrote or removed a checkpoint."""
         self.restore_replaced()
@@ -149,6 +161,12 @@ class CheckpointFolder:
         for path in paths[:-keep]:
             if path != best:
                 _remove_unless_held(path)
+
+
+def unused(path: Path) -> Path:
+    """Return this path, or one with a number behind it, so that it does not exist."""
+    names = (path.with_name(f"{path.name}{end}") for end in ("", *(f"-{n}" for n in range(2, 999))))
+    return next(name for name in names if not name.exists())
 
 
 def step_of(checkpoint: Path) -> int:

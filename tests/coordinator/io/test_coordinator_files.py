@@ -155,6 +155,26 @@ def recorded(run_dir: RunDir) -> list[int]:
     return [row["step"] for row in rows.read(run_dir.metrics)]
 
 
+@pytest.mark.parametrize("own_loop", [True, False])
+def test_a_loop_that_went_back_continues_from_what_it_saves_then(
+    files: RunFiles, run_dir: RunDir, listener: Listener, handled: list[Event], own_loop: bool
+) -> None:
+    files.options = replace(OPTIONS, own_loop=own_loop)
+    (run_dir.checkpoints.path / "left-step-00000005").mkdir()
+    for step in (4, 5, 3):
+        run_dir.checkpoints.partial(step).mkdir()
+        assert commit(files, handled, step).path == str(run_dir.checkpoints.at(step))
+    assert run_dir.checkpoints.last_step() == (3 if own_loop else 5)
+    names = sorted(path.name for path in run_dir.checkpoints.path.glob("left-*"))
+    expected = ["left-step-00000004", "left-step-00000005", "left-step-00000005-2"]
+    assert names == (expected if own_loop else [expected[1]])
+    text = (
+        "checkpoints: later ones than that of step 3 are kept as left-step-00000004 and "
+        "left-step-00000005-2; resume continues after step 3"
+    )
+    assert listener.received == ([Warned(text)] if own_loop else [])
+
+
 def test_rows_wait_on_a_full_disk_with_one_warning(
     files: RunFiles, run_dir: RunDir, disk: Disk, listener: Listener, handled: list[Event]
 ) -> None:
