@@ -27,12 +27,19 @@ from pipeworker.worker.internals import (
     buffers_of,
     ignores_statistics,
     is_fake,
+    version_of,
 )
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.offload import Offload, Packed, addresses_of
 from pipeworker.worker.stage.rarely import is_checked
 from pipeworker.worker.stage.slots import Copies, Slot, copy_of, get_slot, is_small, set_slot
-from pipeworker.worker.stage.values import checksums, distinct_tensors, versions
+from pipeworker.worker.stage.values import (
+    checksum,
+    checksums,
+    distinct_tensors,
+    is_dense,
+    versions,
+)
 
 _UNUSED = (f"{SAVED_PREFIX}running_mean", f"{SAVED_PREFIX}running_var")
 """The names of the tensors that a batch norm in training saves, and does not use."""
@@ -104,13 +111,10 @@ class SavedBuffers:
         """Return the tensors that a forward may change in place, and their states.
 
         A tensor that shares its memory with another one is left out: a copy would not show what is
-        written to the other. So is a fake tensor, which has no bits to change.
+        written to the other.
         """
         found = {
-            (module, name): value
-            for module in self._modules
-            for name, value in _tensors_of(module)
-            if not is_fake(value)
+            (module, name): value for module in self._modules for name, value in _tensors_of(module)
         }
         distinct = {id(t): t for t in (*found.values(), *self._weights)}
         uses: Counter[int | None] = Counter(addresses_of(distinct.values()))
@@ -120,28 +124,35 @@ class SavedBuffers:
             if not value.requires_grad and uses[_address(value)] == 1
         }
 
-    def _others(self) -> dict[str, tuple[torch.Tensor, _State]]:
-        """Return the tensors that no copy replaces, parameters among them, and their states."""
+    def _others(self) -> dict[str, _Compared]:
+        """Return the tensors that no copy replaces, parameters among them, as they are."""
         replaced = {*(self._slots or ())}
         return {
             f"{blame.layer(index, blame.kind_of(layer))}: {folder}{'.' * bool(folder)}{name}": (
                 value,
-                _state_of(value),
+                version_of(value),
+                checksum(value),
             )
             for index, layer in enumerate(self._layers, self._first)
             for folder, module in layer.named_modules()
             for name, value in (*module.named_parameters(recurse=False), *_tensors_of(module))
-            if (module, name) not in replaced
+            if (module, name) not in replaced and is_dense(value)
         }
 
 
+_Compared = tuple[torch.Tensor, int, torch.Tensor]
+"""A tensor, its version, and its checksum, on its device."""
 _State = tuple[list[int], tuple[int, ...]]
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers of a module by itself, and the tensors in its attributes, by name."""
+    """Yield the buffers of a module by itself, and the tensors in its attributes, by name.
+
+    A fake tensor is left out, which has no bits to change, and one made in inference mode, which no
+    graph saves.
+    """
     for name, value in (*buffers_of(module).items(), *vars(module).items()):
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and not (is_fake(value) or value.is_inference()):
             yield name, value
 
 
@@ -167,15 +178,12 @@ def _saved_and_changing(before: dict[Slot, tuple[torch.Tensor, _State]], output:
     return [slot for slot in changing if _address(before[slot][0]) in saved]
 
 
-def _check_unchanged(before: Mapping[str, tuple[torch.Tensor, _State]], mb: MicroBatch) -> None:
+def _check_unchanged(before: Mapping[str, _Compared], mb: MicroBatch) -> None:
     """Refuse a forward that has changed, without a trace, a tensor that its graph has saved too."""
-    changed = {
-        name: value
-        for name, (value, (version, numbers)) in before.items()
-        if versions(value) == version and checksums(value) != numbers
-    }
+    changed = _changed({n: one for n, one in before.items() if version_of(one[0]) == one[1]})
     saved = {*_saved_storages(mb.output)} if changed else ()
-    for name, value in changed.items():
+    for name in changed:
+        value, *_ = before[name]
         if _address(value) in saved:
             is_weight = isinstance(value, nn.Parameter)
             raise UsageError(
@@ -183,6 +191,19 @@ def _check_unchanged(before: Mapping[str, tuple[torch.Tensor, _State]], mb: Micr
                 "(.data), and backwards need what it was in earlier forwards; "
                 + (_KEEP_IN_BUFFER if is_weight else "use --recompute always")
             )
+
+
+def _changed(before: Mapping[str, _Compared]) -> list[str]:
+    """Return the tensors with other numbers than before; the host waits once for each device."""
+    by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, (value, _, numbers) in before.items():
+        by_device.setdefault(numbers.device, {})[name] = checksum(value) != numbers
+    return [
+        name
+        for found in by_device.values()
+        for name, differs in zip(found, torch.stack([*found.values()]).tolist(), strict=True)
+        if differs
+    ]
 
 
 def _saved_storages(output: Any) -> Iterator[int | None]:

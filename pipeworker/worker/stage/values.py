@@ -87,18 +87,23 @@ def checksums(value: Any) -> tuple[int, ...]:
 
     It is the sum of words of eight bytes: a sum of bytes would make a copy eight times as large.
     """
-    tensors = distinct_tensors(value)
-    dense = (t for t in tensors if t.layout is torch.strided and not t.is_nested)
-    return tuple(map(_checksum, dense))
+    dense = filter(is_dense, distinct_tensors(value))
+    return tuple(int(checksum(tensor)) % (1 << 63) for tensor in dense)
 
 
-def _checksum(tensor: torch.Tensor) -> int:
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements have strides."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the number of a dense tensor for :func:`checksums` on its device, as int64."""
     bits = bits_of(tensor)
     whole = bits.numel() // 8 * 8
     words, rest = bits[:whole], bits[whole:]
     if words.storage_offset() % 8:
         words = words.clone()
-    return (int(words.view(torch.int64).sum()) + int(rest.sum())) % (1 << 63)
+    return words.view(torch.int64).sum() + rest.sum()
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
