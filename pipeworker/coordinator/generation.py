@@ -97,10 +97,10 @@ class Generation(FactFinding):
         if event.error:
             return self._save_failed(step, event.error, now)
         self.progress.saved, self.progress.failed_saves, self.progress.outdated = step, 0, False
-        if self.last_end is not None:
-            return self.over(self.last_end)
         if self.state is not State.COMMITTING or step != self._step:
             return [Log(f"the checkpoint of step {step} is complete")]
+        if self.last_end is not None:
+            return self.over(self.last_end)
         if self.interrupted is not None and (self.stopped.failure or not self.loop.finished):
             return self.over(self.stopped)
         return self._advance(self._due, now)
@@ -318,7 +318,8 @@ class Generation(FactFinding):
         self.progress.failed_saves += 1
         if self.last_end is not None:
             warning = Warned(f"step {step} is not saved: {text}")
-            return [*effects, warning, *self.over(self.last_end)]
+            ends = step == self._step  # else the last checkpoint comes behind it
+            return [*effects, warning, *(self.over(self.last_end) if ends else ())]
         if self.progress.failed_saves > _MAX_FAILED_SAVES:
             return [*effects, *self.fail(Failure(Cause.INTERNAL, text))]
         blocks = self.state in SAVES and step == self._step

@@ -155,6 +155,25 @@ def test_a_last_checkpoint_may_take_long_to_write() -> None:
     assert not of(job.effects, Warned)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_last_checkpoint_is_completed_behind_an_earlier_one(fails: bool) -> None:
+    """That of ``pipeworker.train``, which writes checkpoints beside steps."""
+    job = ScriptedJob(2, steps=9, checkpoint_every="1").running()
+    job.step(1)
+    job.step(2)
+    assert (
+        saves(job.receive(Failed(1, Failure(Cause.USER, "no"), stays=True)))
+        == [Advance(Save(2))] * 2
+    )
+    job.saved(1, error="no space left" if fails else "")
+    if not fails:
+        job.checkpoint_committed(1)
+    assert not of(job.effects, Verdict)
+    assert job.saved(2) == [commit(2)]
+    job.checkpoint_committed(2)
+    assert (job.ended.status, job.ended.steps) == ("failed", 2)
+
+
 def test_a_rank_that_fails_in_its_part_of_a_checkpoint_writes_no_last_one() -> None:
     """The state of its scheduler may be what cannot be saved."""
     job = after_a_step()
