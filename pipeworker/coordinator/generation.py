@@ -26,7 +26,7 @@ from pipeworker.coordinator.effects import Discard, Dropped, Effect, Log
 from pipeworker.coordinator.ending import JobEnd, Status
 from pipeworker.coordinator.events import CheckpointEnded
 from pipeworker.coordinator.fact_finding import FactFinding
-from pipeworker.coordinator.lifecycle import Lifecycle
+from pipeworker.coordinator.lifecycle import MAX_FAILED_SAVES, Lifecycle
 from pipeworker.coordinator.roster import Member
 from pipeworker.coordinator.steps.call_loop import CallLoop
 from pipeworker.coordinator.steps.loop import Due, FileLoop, common_batch
@@ -52,8 +52,6 @@ from pipeworker.wire.messages.step import (
 )
 from pipeworker.wire.messages.store import StoreRequest
 
-_MAX_FAILED_SAVES = 1
-"""Checkpoints in a row that may fail before the job ends."""
 
 
 @dataclass(slots=True)
@@ -320,7 +318,7 @@ class Generation(FactFinding):
             warning = Warned(f"step {step} is not saved: {text}")
             ends = step == self._step  # else the last checkpoint comes behind it
             return [*effects, warning, *(self.over(self.last_end) if ends else ())]
-        if self.progress.failed_saves > _MAX_FAILED_SAVES:
+        if self.progress.failed_saves > MAX_FAILED_SAVES:
             return [*effects, *self.fail(Failure(Cause.INTERNAL, text))]
         blocks = self.state in SAVES and step == self._step
         more = "retrying" if blocks else "training continues until the next one"

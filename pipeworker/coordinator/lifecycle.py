@@ -26,6 +26,8 @@ _COMPILING_INTERVAL = 20.0
 """Seconds between two notes that a layer is being compiled."""
 _SAVE_SIGNAL = "SIGUSR1"
 """The signal that clusters send before they take a node away."""
+MAX_FAILED_SAVES = 1
+"""Checkpoints in a row that may fail before the job ends."""
 _LOSSES = (Cause.LOST, Cause.HUNG, Cause.PEER, Cause.SNAPSHOT, Cause.TRANSIENT)
 """Causes that need not occur again."""
 
@@ -293,7 +295,7 @@ class Lifecycle(Waiting):
             return False
         if self.state in SAVES and failure is not None and failure.rank in self.awaited:
             return False  # it has failed in its part of the checkpoint
-        return progress.has_unsaved(progress.steps) and not progress.failed_saves
+        return progress.has_unsaved(progress.steps) and progress.failed_saves <= MAX_FAILED_SAVES
 
     def over(self, end: End) -> list[Effect]:
         """End the generation, and its workers; a user's own loop may first write a checkpoint."""

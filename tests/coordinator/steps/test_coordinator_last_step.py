@@ -174,6 +174,17 @@ def test_the_last_checkpoint_is_completed_behind_an_earlier_one(fails: bool) -> 
     assert (job.ended.status, job.ended.steps) == ("failed", 2)
 
 
+def test_the_last_checkpoint_is_tried_although_an_earlier_one_has_failed() -> None:
+    job = ScriptedJob(2, steps=9, checkpoint_every="1").running()
+    job.step(1)
+    job.saved(error="no space left")
+    job.step(2)
+    job.receive(Failed(1, Failure(Cause.USER, "no"), stays=True))
+    assert job.saved(2) == [commit(2)]
+    job.checkpoint_committed()
+    assert (job.ended.status, job.ended.steps) == ("failed", 2)
+
+
 def test_a_rank_that_fails_in_its_part_of_a_checkpoint_writes_no_last_one() -> None:
     """The state of its scheduler may be what cannot be saved."""
     job = after_a_step()
