@@ -190,6 +190,14 @@ def test_gradients_are_reduced_when_the_data_ends_within_a_step() -> None:
     assert update.divisor == 2.0
 
 
+def test_counts_divide_when_the_data_ends_within_a_step() -> None:
+    job = two(accumulate=3, steps=None).running()
+    for rank in job.ranks:
+        job.done(rank, 1, batch=None, counts=(2.0, 3.0) if rank in job.lasts else ())
+    effects = job.step(1, batch=None, losses=(), counts=())
+    assert {update.divisor for update in updates(effects)} == {10.0}
+
+
 def test_gradients_are_reduced_at_the_end_of_an_epoch_before_the_next_mini_batch() -> None:
     job = two(accumulate=3, steps=None, epochs=2).running()
     following = dataclasses.replace(BATCH, epoch=1)

@@ -132,6 +132,17 @@ def test_a_step_of_several_mini_batches_is_repeated_from_its_first(batches: int,
     assert job.rows == [*range(1, done + 2)]
 
 
+def test_no_copy_begins_within_a_step() -> None:
+    """A forward may have changed buffers, as those of batch norm."""
+    job = replaceable_job(accumulate=3).running()
+    for step in (1, 1, 1):
+        job.step(step)
+    assert copies(job.effects) == [Copy(1, 0)] * 2
+    for _ in range(2):  # the copy is not complete, so another one is due
+        assert copies(job.step(2, snapshot_step=-1)) == []
+    assert copies(job.step(2, snapshot_step=-1)) == [Copy(2, 1)] * 2
+
+
 def test_without_a_snapshot_the_job_restarts_from_the_initial_weights() -> None:
     job = replaceable_job(snapshot_every=50).running()
     for step in (1, 2, 3):
