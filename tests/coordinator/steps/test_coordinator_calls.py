@@ -9,10 +9,12 @@ import pytest
 from pipeworker.coordinator.effects import Commit, Dropped, Send
 from pipeworker.coordinator.waiting import State
 from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.position import Position
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.wire.lines import Planned
 from pipeworker.wire.messages.checkpoint import Save
 from pipeworker.wire.messages.directions import Advance
+from pipeworker.wire.messages.presence import Heartbeat
 from pipeworker.wire.messages.step import (
     Call,
     CallKind,
@@ -45,6 +47,14 @@ def test_nothing_runs_before_a_call() -> None:
     (planned,) = of(job.effects, Planned)
     after = job.effects[job.effects.index(planned) + 1 :]
     assert [sent_to(after, rank) for rank in (0, 1)] == [[Advance(Wait())]] * 2
+
+
+def test_a_loop_may_compute_for_long_between_two_calls() -> None:
+    job = own_loop_job(worker_timeout=9.0)
+    for _ in range(9):
+        for rank in (0, 1):
+            job.receive(Heartbeat(rank, Position(), waiting=True))
+        assert job.tick(5.0) == []
 
 
 def test_a_step_begins_after_all_calls_and_returns_its_result_to_all_ranks() -> None:
@@ -215,6 +225,10 @@ def test_a_pass_that_failed_changes_nothing(kind: CallKind, failing: int) -> Non
     found = reply_of(effects)
     assert (found.message, found.stage) == ("no", f"stage {failing}")
     assert of(effects, Evaluation) == []
+    job.called(kind)
+    (reply, _) = messages_of(job.evaluated(0), Advance)
+    assert isinstance(reply.next, Wait)
+    assert not isinstance(reply.next.result, Failure)
     job.called(CallKind.STEP)
     replies = [a.next for a in messages_of(job.step(1), Advance)]
     assert replies == [Wait(of(job.effects, StepResult)[0])] * 2

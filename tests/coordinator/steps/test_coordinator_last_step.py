@@ -150,9 +150,33 @@ def test_a_last_checkpoint_may_take_long_to_write() -> None:
         job.tick(5.0)
         assert not of(job.effects, Verdict)
     job.saved()
+    for _ in range(2):  # it is being completed
+        for rank in (0, 1):
+            job.receive(Heartbeat(rank, Position(), waiting=True))
+        job.tick(5.0)
     job.checkpoint_committed()
     assert (job.ended.status, job.ended.steps) == ("failed", 1)
     assert not of(job.effects, Warned)
+
+
+def test_a_loop_whose_last_checkpoint_fails_does_not_start_again() -> None:
+    """Although an evaluation has changed the state of a step that is saved."""
+    job = after_a_step()
+    job.called(CallKind.SAVE)
+    job.saved()
+    job.checkpoint_committed()
+    job.called(CallKind.EVALUATE)
+    job.evaluated(1)
+    job.receive(FAILURES["user"][0])
+    job.saved(error="no space left")
+    assert job.ended.error == "no\n  stage 1"
+
+
+def test_a_rank_that_is_lost_while_the_last_checkpoint_is_written_is_not_the_cause() -> None:
+    job = after_a_step()
+    job.receive(FAILURES["user"][0])
+    job.receive(Failed(0, Failure(Cause.LOST, "gone")))
+    assert job.ended.error == "no\n  stage 1"
 
 
 @pytest.mark.parametrize("fails", [False, True])
