@@ -53,7 +53,6 @@ from pipeworker.wire.messages.step import (
 from pipeworker.wire.messages.store import StoreRequest
 
 
-
 @dataclass(slots=True)
 class Generation(FactFinding):
     """One incarnation of a job's workers, and the messages that each of its states accepts."""

@@ -15,3 +15,4 @@ def test_the_scale_doubles_after_a_long_run_of_good_steps() -> None:
     for _ in range(100):
         scaler = scaler.after(overflow=True)
     assert scaler.scale == 2.0**-24
+    assert LossScaler(2.0**24, 1999).after(overflow=False) == LossScaler(2.0**24)

@@ -59,10 +59,11 @@ def test_with_max_restarts_0_the_first_loss_is_refused() -> None:
     assert refusal(RestartPolicy(0), GONE, 0.0) == "--max-restarts 0"
 
 
-def test_a_repeated_failure_at_the_same_place_is_refused() -> None:
+@pytest.mark.parametrize("layer", [0, 4])
+def test_a_repeated_failure_at_the_same_place_is_refused(layer: int) -> None:
     policy = RestartPolicy(9)
-    assert refusal(policy, at(4), 0.0) == ""
-    assert refusal(policy, at(4), 10.0) == "it failed again at the same place"
+    assert refusal(policy, at(layer), 0.0) == ""
+    assert refusal(policy, at(layer), 10.0) == "it failed again at the same place"
 
 
 @pytest.mark.parametrize("phase", [Phase.BUILDING, Phase.WAITING])
@@ -97,6 +98,14 @@ def test_the_job_shrinks_when_a_worker_cannot_be_started() -> None:
         False,
     ]
     assert policy.workers == 2
+
+
+def test_room_for_more_workers_adds_none() -> None:
+    policy = ElasticPolicy(4, 2, 60.0)
+    assert policy.shrink(1.0, cannot_start=True, early=False, room=9)
+    assert policy.workers == 3
+    assert policy.shrink_to_save(9)
+    assert policy.workers == 3
 
 
 def test_two_early_losses_in_a_row_shrink_the_job() -> None:
