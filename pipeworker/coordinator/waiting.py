@@ -177,12 +177,12 @@ class Waiting:
             return None
         snapshots.begin_copy(state, slot)
         if save:
-            self.begin_write(slot, now)
+            self.begin_write(slot, now, beside=True)
         return Copy(state.step, slot, save)
 
-    def begin_write(self, slot: int, now: float) -> None:
+    def begin_write(self, slot: int, now: float, *, beside: bool) -> None:
         self.progress.save_requested, self.progress.saved_at = False, now
-        self.snapshots.begin_write(self.progress.job_state, slot, self.writers)
+        self.snapshots.begin_write(self.progress.job_state, slot, self.writers, beside=beside)
 
     def save(self, due: Due, now: float) -> list[Effect]:
         """Save a checkpoint of this step, and wait until it is complete.
@@ -194,7 +194,7 @@ class Waiting:
             self.state, self._due = State.COMMITTING, replace(due, effects=())
             return list(due.effects)
         slot = self.snapshots.blocking_slot()
-        self.begin_write(slot, now)
+        self.begin_write(slot, now, beside=False)
         self.await_all(State.SAVING)
         self.awaited = set(range(self.writers))
         save = Advance(Save(self._step, slot), due.update)

@@ -53,11 +53,16 @@ class JobState:
 
 @dataclass(slots=True)
 class Writing:
-    """A checkpoint that is being written to disk, and the ranks whose parts are awaited."""
+    """A checkpoint that is being written to disk, and the ranks whose parts are awaited.
+
+    Attributes:
+        beside: whether it is written beside the steps; otherwise training waits for it.
+    """
 
     state: JobState
     slot: int
     awaited: set[int]
+    beside: bool = True
     files: dict[int, tuple[CheckpointFile, ...]] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
 
@@ -183,14 +188,20 @@ class Snapshots:
             self._known = slot if self._known == -1 else self._known
         return warnings
 
-    def begin_write(self, state: JobState, slot: int, ranks: int) -> None:
-        """Note that the ranks below `ranks` begin to write a slot to disk."""
-        self.writing[state.step] = Writing(state, slot, set(range(ranks)))
+    def begin_write(self, state: JobState, slot: int, ranks: int, *, beside: bool = True) -> None:
+        """Note that the ranks below `ranks` begin to write a slot to disk, `beside` the steps."""
+        self.writing[state.step] = Writing(state, slot, set(range(ranks)), beside)
 
     def part_written(self, part: Saved) -> Writing | None:
-        """Record a part that a rank has written or not; return its checkpoint if it is awaited."""
+        """Record a part that a rank has written or not; return its checkpoint if it is awaited.
+
+        A part written beside the steps is not that of a checkpoint of the same step for which
+        training waits: the rank is about to write its files again.
+        """
         writing = self.writing.get(part.step)
         if writing is None or part.rank not in writing.awaited:
+            return None
+        if part.beside and not writing.beside:
             return None
         writing.awaited.discard(part.rank)
         if part.error:

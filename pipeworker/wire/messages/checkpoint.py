@@ -10,12 +10,17 @@ from pipeworker.facts.limits import LONGEST_TEXT, check
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A worker's part of the checkpoint of `step` is on disk, or cannot be written (`error`)."""
+    """A worker's part of the checkpoint of `step` is on disk, or cannot be written (`error`).
+
+    Attributes:
+        beside: whether a :class:`Copy` requested it, to be written beside the steps.
+    """
 
     rank: int
     step: int
     files: tuple[CheckpointFile, ...] = ()
     error: str = ""
+    beside: bool = False
 
     def __post_init__(self) -> None:
         check(len(self.error) <= LONGEST_TEXT, f"a reason of {len(self.error)} characters")

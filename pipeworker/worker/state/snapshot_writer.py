@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,7 @@ class SnapshotWriter:
             pairs = buffer.begin(parts, elsewhere, position, room)
         except LacksMemory as lack:
             if copy.save:
-                self._send(self._write_directly(copy.step, parts, elsewhere, position, lack))
+                self._report(self._write_directly(copy.step, parts, elsewhere, position, lack))
             else:
                 self._lacks_memory(copy.step, lack)
             return
@@ -248,6 +249,10 @@ class SnapshotWriter:
             return Saved(self._rank, step, error=str(error))
         return Saved(self._rank, step, files)
 
+    def _report(self, saved: Saved) -> None:
+        """Report a part that was written beside the steps."""
+        self._send(replace(saved, beside=True))
+
     def _failed(self, error: BaseException) -> None:
         """Have the main thread raise a thread's exception when it next calls."""
         self._error = error
@@ -279,7 +284,7 @@ class SnapshotWriter:
         except LacksMemory as lack:
             self._lacks_memory(copy.step, lack)
             if copy.save:
-                self._send(Saved(self._rank, copy.step, error=str(lack.strerror)))
+                self._report(Saved(self._rank, copy.step, error=str(lack.strerror)))
             self._copied.set()
             return
         seconds += time.thread_time() - began
@@ -303,7 +308,7 @@ class SnapshotWriter:
         files, error = self._write_by_process(step, memory)
         if step in self._watch.torn():
             files, error = (), "a forward began to change weights in place while they were copied"
-        self._send(Saved(self._rank, step, files, error))
+        self._report(Saved(self._rank, step, files, error))
 
     def _write_by_process(
         self, step: int, memory: SnapshotMemory

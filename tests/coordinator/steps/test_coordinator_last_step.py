@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pipeworker.coordinator.effects import Dropped
 from pipeworker.coordinator.events import Tick
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
@@ -196,6 +197,16 @@ def test_the_last_checkpoint_is_completed_behind_an_earlier_one(fails: bool) -> 
     assert job.saved(2) == [commit(2)]
     job.checkpoint_committed(2)
     assert (job.ended.status, job.ended.steps) == ("failed", 2)
+
+
+def test_the_last_checkpoint_is_written_again_by_all_ranks() -> None:
+    """While one of them writes its files beside the steps, another one may write them again."""
+    job = ScriptedJob(2, steps=9, checkpoint_every="1").running()
+    job.step(1)
+    job.receive(Failed(1, Failure(Cause.USER, "no"), stays=True))
+    for rank in (0, 1):
+        assert of(job.receive(Saved(rank, 1, beside=True)), Dropped)
+    assert job.saved() == [commit(1)]
 
 
 def test_the_last_checkpoint_is_tried_although_an_earlier_one_has_failed() -> None:

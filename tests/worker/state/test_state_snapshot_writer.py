@@ -187,7 +187,9 @@ def test_a_writer_process_that_died_is_replaced_for_the_next_checkpoint(
     monkeypatch.setattr(snapshot_writer, "command", lambda module: commands.pop(0))
     for step in (1, 2):
         saved = layer_writer.save(step)
-        assert saved == Saved(0, step, error="the process that writes checkpoints is gone")
+        assert saved == Saved(
+            0, step, error="the process that writes checkpoints is gone", beside=True
+        )
     saved = layer_writer.save(3)
     assert (saved.step, saved.error, len(saved.files)) == (3, "", 3)
     written = TensorFile(layer_writer.folder / "3" / saved.files[0].name)
@@ -217,7 +219,7 @@ def test_a_writer_process_that_stays_stopped_is_killed(
     monkeypatch.setattr(snapshot_writer, "command", lambda module: commands.pop(0))
     monkeypatch.setattr(snapshot_writer, "timings", lambda: DEFAULT.scaled(0.01))
     saved = layer_writer.save(1)
-    assert saved == Saved(0, 1, error="the process that writes checkpoints is gone")
+    assert saved == Saved(0, 1, error="the process that writes checkpoints is gone", beside=True)
     layer_writer.save(2)
     layer_writer.writer.close()  # while it is stopped
     assert not commands
@@ -279,7 +281,7 @@ def test_a_checkpoint_fails_if_its_writer_cannot_be_started(
         refused.setattr(subprocess, "Popen", refuse)
         saved = layer_writer.save(1)
     reason = "cannot be started: Resource temporarily unavailable"
-    assert saved == Saved(0, 1, error=f"the process that writes checkpoints {reason}")
+    assert saved == Saved(0, 1, error=f"the process that writes checkpoints {reason}", beside=True)
     assert not layer_writer.save(2).error
 
 
@@ -418,7 +420,7 @@ def test_a_checkpoint_is_written_without_a_copy_where_memory_is_short(
     direct = {file.name: (folder / "1" / file.name).read_bytes() for file in saved.files}
     monkeypatch.undo()
     again = writer.save(Save(1, 0), parts, set(), {"at": 3})
-    assert again == saved
+    assert saved == replace(again, beside=beside_steps)
     assert layer_writer.memories[0].size
     for name, content in direct.items():
         assert (folder / "1" / name).read_bytes() == content, name
