@@ -148,7 +148,7 @@ class Snapshots:
 
     def is_due(self, step: int, seconds: float) -> bool:
         """Return whether the state after `step`, which took `seconds`, is to be copied."""
-        if self.slots < 2 or self.free_slot is None:
+        if self.slots < 2:
             return False
         since = step - (self.last[0].step if self.last else 0)
         return since >= (self.every or self.interval(seconds))

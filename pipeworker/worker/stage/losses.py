@@ -19,7 +19,7 @@ def gradient(mb: MicroBatch, scale: float) -> torch.Tensor:
     It has the loss's shape and dtype. `scale`, a power of two, prevents underflow in fp16.
     """
     assert mb.loss is not None
-    one = torch.ones_like(mb.loss, memory_format=torch.preserve_format)
+    one = torch.ones_like(mb.loss)
     if mb.count is None:
         one.mul_(mb.weight)
     return one if scale == 1.0 else one.mul_(scale)
