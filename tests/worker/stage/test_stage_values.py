@@ -108,3 +108,11 @@ def test_a_checksum_does_not_depend_on_where_a_tensor_is_in_memory() -> None:
         assert checksums(whole[1:]) == checksums(whole[1:].clone())
         assert checksums(whole[1:]) != checksums(whole[:-1]) or dtype is torch.bool
     assert checksums(torch.zeros(0)) == (0,)
+
+
+@pytest.mark.parametrize("count", [2, 3, 40, 40_000])
+def test_checksums_tell_elements_apart_that_change_places(count: int) -> None:
+    for dtype in (torch.float32, torch.float64, torch.uint8):
+        table = (torch.arange(3.0 * count) % 251).view(count, 3).to(dtype)
+        for other in (table.flip(0), table.roll(1, 0), table.flip(1)):
+            assert checksums(table) != checksums(other)
