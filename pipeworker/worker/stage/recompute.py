@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeworker.worker.internals import buffers_of, version_of
+from pipeworker.worker.internals import BatchNorm, buffers_of, version_of
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.slots import (
     ABSENT,
@@ -87,12 +87,16 @@ class Buffers:
         yield
         if self._changing is None:
             new = [*self._new_attributes(attributes), *self._new_buffers()]
-            # By value: batch norm changes its statistics without a trace in their version.
+            # By value: batch norm changes its statistics without a trace in their version. All of
+            # them, because the mean of zeros is the first one again.
+            changed = {slot for slot, value in mb.buffers_before if not is_same(_get(slot), value)}
+            norms = {module for module, _ in changed if isinstance(module, BatchNorm)}
             mb.buffers_before = [
                 (slot, value)
                 for slot, value in mb.buffers_before
-                if not is_same(now := _get(slot), value)
-                or (isinstance(now, torch.Tensor) and is_small(slot, now))
+                if slot in changed
+                or slot[0] in norms
+                or (isinstance(now := _get(slot), torch.Tensor) and is_small(slot, now))
             ]
             # A buffer that was None now exists, and is hardly ever created again.
             self._changing = [slot for slot, value in mb.buffers_before if value is not None]

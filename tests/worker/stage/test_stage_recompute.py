@@ -127,6 +127,20 @@ def test_batch_norm_is_found_though_it_leaves_no_trace() -> None:
         assert torch.equal(value, after[name])
 
 
+def test_a_mean_that_the_very_first_forward_leaves_at_zero_is_restored_later() -> None:
+    norm, plain = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    buffers = Buffers([norm])
+    for x in (torch.tensor([[1.0, -1.0], [-1.0, 1.0]]), torch.randn(5, 2)):
+        (mb,) = microbatches(1)
+        with buffers.first_forward(mb):
+            norm(x)
+        with buffers.second_forward(mb):
+            norm(x)
+        plain(x)
+        for name, value in plain.named_buffers():
+            assert torch.equal(norm.get_buffer(name), value)
+
+
 class Every(Counter):
     """Its table changes in each third forward; it gives that, too."""
 
