@@ -3,8 +3,8 @@
 A schedule passes if it is
 
 - *complete*: every stage runs forward and backward of every micro-batch once;
-- *ordered*: each action comes after those that it needs, gradients of weights accumulate in
-  micro-batch order, and each channel is received in the order in which it is sent;
+- *ordered*: each action comes after those that it needs, forwards run and gradients of weights
+  accumulate in micro-batch order, and each channel is received in the order in which it is sent;
 - *free of deadlock* with channels that hold at most `capacity` frames. Workers that block while
   they read an empty channel or write to a full one form a bounded Kahn network. Whether such a
   network deadlocks does not depend on timing, so one simulated run decides it.
@@ -167,7 +167,8 @@ class _StageChecks:
         self._check_needs()
         self._check_reduction()
         self._check_replicas()
-        self._check_accumulation()
+        self._check_order(self._column(Kind.FORWARD), "forwards change buffers")
+        self._check_order(self._either(WEIGHTS), "gradients accumulate")
         self._check_complete()
         return peak_live(self._columns, self._stage, len(self._actions))
 
@@ -299,16 +300,15 @@ class _StageChecks:
                 before = place
             what = f"its {Action(kind, self._stage, 0)}"
 
-    def _check_accumulation(self) -> None:
-        """Check that gradients of weights accumulate in micro-batch order."""
-        order = self._either(WEIGHTS)
+    def _check_order(self, order: Column, what: str) -> None:
+        """Check that actions, which do `what`, are in micro-batch order."""
         ascending = sorted(order.microbatches)
         if order.microbatches != ascending:
             wrong = next(i for i, m in enumerate(order.microbatches) if m != ascending[i])
             action = self._actions[order.places[wrong]]
             raise self._fail(
-                f"{action} is out of order; gradients accumulate in micro-batch order, so that of "
-                f"micro-batch {ascending[wrong]} comes first"
+                f"{action} is out of order; {what} in micro-batch order, so that of micro-batch "
+                f"{ascending[wrong]} comes first"
             )
 
     def _wanted(self) -> dict[End, Sequence[int]]:

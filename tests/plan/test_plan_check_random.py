@@ -42,8 +42,6 @@ def any_order(
     chance: random.Random,
 ) -> list[list[Action]]:
     """Draw a compute order in which each action comes after those that it needs."""
-    first = list(range(microbatches))
-    chance.shuffle(first)
     last = placement.stages - 1
     needs: dict[Action, list[Action]] = {}
 
@@ -54,9 +52,9 @@ def any_order(
         return Action(Kind.BACKWARD_WEIGHT if split(s, m) else Kind.BACKWARD, s, m)
 
     for s in range(placement.stages):
-        for index, m in enumerate(first):
+        for m in range(microbatches):
             forward = Action(Kind.FORWARD, s, m)
-            needs[forward] = [Action(Kind.FORWARD, s, first[index - 1])] if index else []
+            needs[forward] = [Action(Kind.FORWARD, s, m - 1)] if m else []
             needs[forward] += [Action(Kind.FORWARD, s - 1, m)] if s else []
             back = [forward, *([gradient(s + 1, m)] if s < last else [])]
             before = [weights(s, m - 1)] if m else []

@@ -56,17 +56,15 @@ def legal(
     *,
     recompute: Which = never,
     split: Which = never,
-    forwards: Sequence[int] | None = None,
 ) -> Orders:
     """Orders that respect the needs of every action, in rounds: each worker does one thing or none.
 
     Args:
         recompute: what is recomputed; `split`: whose backward is two actions.
-        forwards: the order in which micro-batches are forwarded.
     """
     orders: Orders = [[] for _ in placement.held]
     done: set[Action] = set()
-    state = _State(placement, microbatches, recompute, split, forwards or range(microbatches))
+    state = _State(placement, microbatches, recompute, split)
     while True:
         ready = [
             [action for stage in held for action in state.ready(stage, done)]
@@ -93,11 +91,10 @@ class _State:
         microbatches: int,
         recompute: Which,
         split: Which,
-        forwards: Sequence[int],
     ) -> None:
         self._last = placement.stages - 1
         self._count = microbatches
-        self._recompute, self._split, self._forwards = recompute, split, forwards
+        self._recompute, self._split = recompute, split
 
     def ready(self, s: int, done: Collection[Action]) -> list[Action]:
         """Return the actions that a stage could run now."""
@@ -127,7 +124,7 @@ class _State:
         for m in range(count):
             if self._recompute(s, m) and is_done(_FORWARD, s, m) and not is_done(_RECOMPUTE, s, m):
                 found.append(Action(_RECOMPUTE, s, m))
-        forward = next((m for m in self._forwards if not is_done(_FORWARD, s, m)), None)
+        forward = next((m for m in range(count) if not is_done(_FORWARD, s, m)), None)
         if forward is not None and (s == 0 or is_done(_FORWARD, s - 1, forward)):
             found.append(Action(_FORWARD, s, forward))
         if weights < backward and self._split(s, weights):

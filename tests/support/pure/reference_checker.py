@@ -108,12 +108,16 @@ class _WorkerCheck:
     def accumulated(self, stage: int) -> int:
         return sum(a.stage == stage and a.kind in ("B", "W") for a in self.done)
 
+    def forwarded(self, stage: int) -> int:
+        return sum(a.stage == stage and a.kind is Kind.FORWARD for a in self.done)
+
     def needs(self, action: Action) -> None:
         kind, stage, m, _ = action
         skips, ties = self.schedule.skips, self.schedule.ties
         needed: list[tuple[str, bool]] = []
         match kind.value:
             case "F":
+                needed.append(("its turn", self.forwarded(stage) == m))
                 if stage > 0 and self.here(stage - 1):
                     needed.append(("input", self.did("F", stage - 1, m)))
                 elif stage > 0:

@@ -82,7 +82,6 @@ def draw_orders(draw: st.DataObject, placement: Placement, microbatches: int) ->
     """Draw a legal order with any recompute, split backward, offload, and choice of actions."""
     recomputed = draw.draw(st.sets(st.tuples(st.integers(0, 5), st.integers(0, 4)), max_size=12))
     split = draw.draw(st.sets(st.tuples(st.integers(0, 5), st.integers(0, 4)), max_size=12))
-    forwards = draw.draw(st.permutations(range(microbatches)))
     randomness = draw.draw(st.randoms(use_true_random=False))
 
     def pick(ready: Sequence[Action], done: Sequence[Action]) -> Action | None:
@@ -94,7 +93,6 @@ def draw_orders(draw: st.DataObject, placement: Placement, microbatches: int) ->
         pick,
         recompute=lambda s, m: (s, m) in recomputed,
         split=lambda s, m: (s, m) in split,
-        forwards=forwards,
     )
     return (
         [with_fetches(order, range(placement.stages)) for order in orders]
