@@ -96,9 +96,10 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return a number for the bits of a dense tensor, as int64 of shape [], on its device.
 
-    It is the sum of words of eight bytes, in rows and columns, and twice the sums of the rows and
-    of the columns times their places: words that change places change it too. Products of single
-    words would take as much memory as the tensor.
+    Words of eight bytes are added up by row and by column, and the sums by their places, so that
+    words which change places change it too. The high bits of the sums are folded into the low ones,
+    because an even number of signs, which are a word's highest bit, would leave a sum as it is.
+    Products of single words would take as much memory as the tensor.
     """
     bits = bits_of(tensor)
     whole = bits.numel() // 8 * 8
@@ -111,12 +112,16 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     if end:
         table = words[:end].view(-1, _COLUMNS)
         parts.append(table.sum(1))
-        places = 3 * table.sum(0).cumsum(0).sum()
-    rows = torch.cat([part for part in parts if part.numel()] or [rest])
+        places = 3 * _folded(table.sum(0)).cumsum(0).sum()
+    rows = _folded(torch.cat([part for part in parts if part.numel()] or [rest]))
     return rows.sum() + 2 * (rows.cumsum(0).sum() + places)
 
 
 _COLUMNS = 1 << 12
+
+
+def _folded(sums: torch.Tensor) -> torch.Tensor:
+    return sums ^ sums >> 29
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -116,3 +116,12 @@ def test_checksums_tell_elements_apart_that_change_places(count: int) -> None:
         table = (torch.arange(3.0 * count) % 251).view(count, 3).to(dtype)
         for other in (table.flip(0), table.roll(1, 0), table.flip(1)):
             assert checksums(table) != checksums(other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [16, 20_000])
+def test_checksums_tell_signs_apart_that_cancel_out(dtype: torch.dtype, count: int) -> None:
+    signs = torch.ones(count, dtype=dtype)
+    signs[[1, 3]] = -1
+    assert checksums(signs) != checksums(torch.ones(count, dtype=dtype))
+    assert checksums(signs) != checksums(signs.roll(4))
