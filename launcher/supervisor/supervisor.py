@@ -184,6 +184,7 @@ class Supervisor:
             snapshot=self._snapshot,
             causes=tuple(self._causes),
             elapsed=now - self._began,
+            stages=self._forks.placement.workers,
         )
         self._effects.append(effects.StartCoordinator(configuration))
 

@@ -76,7 +76,8 @@ class Job:
         self._options, self._run_dir, self._timings = options, run_dir, timings
         self._started = started - start.elapsed
         least = options.min_stages or options.stages
-        self._elastic = ElasticPolicy(options.stages, least, timings.grow)
+        present = start.stages or options.stages
+        self._elastic = ElasticPolicy(options.stages, least, timings.grow, present)
         limit = options.max_restarts if replaceable else 0
         self._restarts = RestartPolicy(limit, list(start.causes))
         scaler = LossScaler() if options.precision == "fp16" else None

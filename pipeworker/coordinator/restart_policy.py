@@ -76,18 +76,16 @@ class ElasticPolicy:
         target: workers that the job is to have.
         minimum: workers with which it may continue.
         wait: seconds until all are tried again; doubled after each attempt that failed.
+        workers: the present number.
     """
 
     target: int
     minimum: int
     wait: float
-    workers: int = field(init=False)
+    workers: int
     _since: float = 0.0
     _early_losses: int = 0
     _tried: bool = False
-
-    def __post_init__(self) -> None:
-        self.workers = self.target
 
     def shrink(self, now: float, *, cannot_start: bool, early: bool, room: int = -1) -> bool:
         """Reduce the number after the loss of a worker, if that is necessary and allowed.

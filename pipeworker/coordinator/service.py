@@ -337,7 +337,7 @@ def read_start(configuration: Configuration, options: Options, run_dir: RunDir) 
         OSError: the system does not let it be read.
     """
     causes = configuration.causes
-    start = Start(causes=causes, elapsed=configuration.elapsed)
+    start = Start(causes=causes, elapsed=configuration.elapsed, stages=configuration.stages)
     saved = run_dir.checkpoints.last_step() if causes else -1
     path = options.resume and located(run_dir.checkpoints.at(options.resume_step))
     if saved > options.resume_step:  # the one that the run began with may be deleted by now

@@ -63,6 +63,7 @@ class Configuration:
         snapshot: the one that the job resumes from after its coordinator was lost.
         causes: the causes of the losses so far.
         elapsed: seconds since the first coordinator of the job was started.
+        stages: the present number, fewer than the options' after losses; 0 for that of the options.
     """
 
     options: str
@@ -75,6 +76,7 @@ class Configuration:
     snapshot: Snapshot | None = None
     causes: tuple[str, ...] = ()
     elapsed: float = 0.0
+    stages: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ class Start:
         checkpoints: the steps of all complete checkpoints.
         causes: the causes of all restarts so far.
         elapsed: seconds since the start of the job.
+        stages: the present number; 0 for that of the options.
         facts: the facts that the run was planned from; None if there are none.
         known: facts of layers of earlier jobs, by digest.
     """
@@ -46,6 +47,7 @@ class Start:
     saved: int = -1
     causes: tuple[str, ...] = ()
     elapsed: float = 0.0
+    stages: int = 0
     facts: NetworkFacts | None = None
     known: Mapping[str, LayerFacts] = field(default_factory=dict)
 

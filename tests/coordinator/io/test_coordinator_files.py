@@ -367,7 +367,9 @@ def test_a_new_coordinator_resumes_from_a_snapshot_whose_rows_exist(
         *(OPTIONS.to_json(), str(run_dir.path), "token", "host"),
         snapshot=Snapshot(3, 1, 2, 0.0, 0),
         causes=("the coordinator was killed",),
+        stages=1,
     )
     begins = read_start(left, OPTIONS, run_dir)
+    assert begins.stages == 1
     assert begins.recorded == steps
     assert (begins.snapshot[0].step if begins.snapshot else 0) == goes_on

@@ -11,6 +11,7 @@ from pipeworker.coordinator.effects import Dropped, Effect, Send
 from pipeworker.coordinator.events import MessageReceived
 from pipeworker.coordinator.restart_policy import WINDOW
 from pipeworker.coordinator.roster import JOIN_FACTOR
+from pipeworker.coordinator.steps.progress import Start
 from pipeworker.coordinator.waiting import State
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
@@ -282,6 +283,15 @@ def test_the_job_shrinks_to_the_room_on_its_hosts() -> None:
     assert of(job.effects, Restart)[-1].stages == 2
     job.handle(CannotStart(0, 3, "host a: no route to host", 0))
     assert job.failure.message == "host a: no route to host"
+
+
+def test_a_new_coordinator_goes_on_with_the_stages_that_are_left() -> None:
+    start = Start(causes=("the coordinator was killed",), stages=2)
+    job = ScriptedJob(4, replaceable=True, min_stages=1, start=start).running()
+    assert runs(job.effects)
+    job.now += TIMINGS.grow + 1
+    job.step(1)
+    assert [restart.stages for restart in of(job.effects, Restart)] == [4]
 
 
 def test_without_room_for_all_the_last_snapshot_is_saved_by_those_that_have_it() -> None:

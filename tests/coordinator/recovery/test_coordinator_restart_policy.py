@@ -91,7 +91,7 @@ def test_a_failure_outside_of_layers_has_no_place() -> None:
 
 
 def test_the_job_shrinks_when_a_worker_cannot_be_started() -> None:
-    policy = ElasticPolicy(4, 2, 60.0)
+    policy = ElasticPolicy(4, 2, 60.0, 4)
     assert [policy.shrink(1.0, cannot_start=True, early=False) for _ in range(3)] == [
         True,
         True,
@@ -101,7 +101,7 @@ def test_the_job_shrinks_when_a_worker_cannot_be_started() -> None:
 
 
 def test_room_for_more_workers_adds_none() -> None:
-    policy = ElasticPolicy(4, 2, 60.0)
+    policy = ElasticPolicy(4, 2, 60.0, 4)
     assert policy.shrink(1.0, cannot_start=True, early=False, room=9)
     assert policy.workers == 3
     assert policy.shrink_to_save(9)
@@ -109,7 +109,7 @@ def test_room_for_more_workers_adds_none() -> None:
 
 
 def test_two_early_losses_in_a_row_shrink_the_job() -> None:
-    policy = ElasticPolicy(4, 1, 60.0)
+    policy = ElasticPolicy(4, 1, 60.0, 4)
     early = [True, False, True, True, False]
     assert [policy.shrink(1.0, cannot_start=False, early=e) for e in early] == [False] * 3 + [
         True,
@@ -120,12 +120,12 @@ def test_two_early_losses_in_a_row_shrink_the_job() -> None:
 
 @pytest.mark.parametrize("cannot_start", [True, False])
 def test_without_a_minimum_the_job_never_shrinks(cannot_start: bool) -> None:
-    policy = ElasticPolicy(4, 4, 60.0)
+    policy = ElasticPolicy(4, 4, 60.0, 4)
     assert not any(policy.shrink(1.0, cannot_start=cannot_start, early=True) for _ in range(5))
 
 
 def test_the_wait_before_growing_doubles_after_a_failed_attempt() -> None:
-    policy = ElasticPolicy(3, 1, 60.0)
+    policy = ElasticPolicy(3, 1, 60.0, 3)
     assert not policy.may_grow(1000.0)
     policy.shrink(100.0, cannot_start=True, early=False)
     assert [policy.may_grow(now) for now in (159.0, 160.0)] == [False, True]

@@ -237,6 +237,9 @@ def test_a_restart_with_fewer_stages_forks_as_many() -> None:
     found = job.coordinator(Restart(2, "a loss", 1))
     assert forks(found) == [(0, 0)]
     assert job.supervisor.stages == 1
+    found = job.handle(events.CoordinatorEnded())
+    assert of(found, effects.StartCoordinator)[0].configuration.stages == 1
+    assert forks(job.bound()) == [(0, 0)]
 
 
 def test_a_killed_coordinator_is_replaced_and_told_of_the_last_snapshot() -> None:
