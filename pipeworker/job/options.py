@@ -273,6 +273,8 @@ class Options:
             changed["balance"] = None
         if self.memory is not None:
             changed["memory"] = (*self.memory, *(self.memory[-1:] * stages))[:stages]
+        if self.min_stages is not None:  # the last snapshot is saved by fewer than the minimum
+            changed["min_stages"] = min(self.min_stages, stages)
         if text.is_text(self.schedule):
             changed |= {"schedule": DEFAULT_SCHEDULE, "virtual_stages": None}
         return dataclasses.replace(self, **changed)

@@ -294,9 +294,12 @@ def test_a_new_coordinator_goes_on_with_the_stages_that_are_left() -> None:
     assert [restart.stages for restart in of(job.effects, Restart)] == [4]
 
 
-def test_without_room_for_all_the_last_snapshot_is_saved_by_those_that_have_it() -> None:
+@pytest.mark.parametrize("least", [None, 3])
+def test_without_room_for_all_the_last_snapshot_is_saved_by_those_that_have_it(
+    least: int | None,
+) -> None:
     """As for a user's error: at most the steps since the snapshot are lost."""
-    job = replaceable_job(4, snapshot_every=1).running()
+    job = replaceable_job(4, snapshot_every=1, min_stages=least).running()
     job.step(1)
     job.step(2)
     job.handle(HostLost((2, 3), "host b is lost", survives=True))
