@@ -344,6 +344,8 @@ class Supervisor:
             agent.may_retry = False  # the coordinator decides
             number = self._forks.generation
             self._send(lines.CannotStart(min(ranks, default=0), number, text, self._places))
+        else:
+            agent.may_retry = True  # the last attempt is after that time, and is reported
 
     # Workers.
 

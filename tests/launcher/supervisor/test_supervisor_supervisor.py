@@ -227,6 +227,17 @@ def test_a_host_is_tried_again_for_as_long_as_it_may_come_back() -> None:
     assert isinstance(report, CannotStart)
 
 
+def test_a_host_that_refuses_connections_at_once_is_given_up_after_that_time() -> None:
+    job = Scripted(stages=2, agents=remote(1, 1), options={"worker_timeout": 5.0}).running()
+    job.lose(1)
+    found, seconds = job.coordinator(Restart(2, "host b is lost", 2)), 0
+    while of(found, effects.StartAgent):
+        assert seconds < 7
+        report = sent(job.lose(1, 255, "ssh: Connection refused"))
+        found, seconds = job.handle(events.Ticked(), 1), seconds + 1
+    assert report == [CannotStart(1, 2, "host b is lost: ssh: Connection refused", 1)]
+
+
 def test_what_workers_of_this_host_started_is_killed_with_their_agent() -> None:
     job = Scripted().running()
     assert of(job.lose(0), effects.KillGroup) == [effects.KillGroup(1000), effects.KillGroup(1001)]
