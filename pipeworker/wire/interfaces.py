@@ -49,11 +49,20 @@ def own_address(peer: tuple[str, int], interface: str | None) -> str:
     """Return this host's address of an interface, or else on the route to a peer (host, port).
 
     Raises:
-        UsageError: the configured interface does not exist or has no address.
+        UsageError: the configured interface does not exist or has no address, or the address on the
+            route is a link-local one, which is valid only with the name of an interface (IPv6).
         OSError: there is no route to the peer.
     """
     name, source = configured(interface)
-    return address_of(name, source) if name else address_towards(*peer)
+    if name:
+        return address_of(name, source)
+    address = address_towards(*peer)
+    if ":" in address and ipaddress.ip_address(address).is_link_local:
+        raise UsageError(
+            f"--interface: the route from {socket.gethostname()} to {peer[0]} has the link-local "
+            f"address {address}, which other hosts cannot use; name an interface with another one"
+        )
+    return address
 
 
 def interface_with(address: str) -> str:

@@ -45,6 +45,12 @@ def test_a_loopback_interface_does_not_lead_to_other_hosts() -> None:
         interfaces.external_address_of("lo")
 
 
+def test_a_link_local_address_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interfaces, "address_towards", lambda *_: "fe80::1")
+    with pytest.raises(UsageError, match="to fe80::2%eth0 has the link-local address fe80::1"):
+        interfaces.own_address(("fe80::2%eth0", 1), None)
+
+
 def test_the_option_precedes_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(interfaces.VARIABLE, "eth5")
     assert interfaces.configured("eth1") == ("eth1", "--interface")
