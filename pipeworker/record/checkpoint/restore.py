@@ -359,7 +359,8 @@ def _placed(value: Any, parameter: nn.Parameter, group: Mapping[str, Any], key: 
     """
     if isinstance(value, dict):
         filled = value.copy()  # of its own class
-        filled.update((k, _placed(v, parameter, group, k)) for k, v in value.items())
+        for k, v in value.items():
+            filled[k] = _placed(v, parameter, group, k)
         return filled
     if type(value) in (list, tuple):
         return type(value)(_placed(item, parameter, group) for item in value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import cycle, permutations
@@ -150,6 +151,19 @@ def test_strides_and_shared_memory_are_preserved(tmp_path: Path) -> None:
     assert other.table.tolist() == [1.0] * 4
     assert other.get_buffer("part").data_ptr() == other.table.data_ptr()
     assert other.get_buffer("wide").tolist() == [1.0] * 3
+
+
+def test_optimizer_state_of_every_class_of_dict_is_restored(tmp_path: Path) -> None:
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    updates = [optim.SGD(layer.parameters()) for layer in layers]
+    parts = [
+        checkpoints.part([one], 0, update) for one, update in zip(layers, updates, strict=True)
+    ]
+    state = {"seen": Counter(a=3), "last": OrderedDict(b=torch.ones(2)), "plain": {1: None}}
+    updates[0].state[layers[0].weight] = state
+    save_worker_files(tmp_path, 0, 1, parts[:1])
+    restore([shard_of(tmp_path)], parts[1:])
+    assert_same(updates[1].state[layers[1].weight], state)
 
 
 def test_empty_groups_continue_the_saved_group_of_their_index(tmp_path: Path) -> None:
