@@ -11,7 +11,7 @@ from pathlib import Path
 from pipeworker.display.text import data_size
 from pipeworker.errors import RecordError, UsageError, reading
 from pipeworker.plan.figures import plural
-from pipeworker.record.checkpoint.folder import remove_checkpoint
+from pipeworker.record.checkpoint.folder import remove_unless_held
 from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
 from pipeworker.record.lock import RunLock
 from pipeworker.record.run_record import RunRecord
@@ -30,8 +30,9 @@ _OURS = re.compile(
 def prune(folder: Path, *, keep_weights: bool, dry_run: bool) -> Iterator[str]:
     """Remove checkpoints of the runs in a folder, or of a run, and yield a line for each run.
 
-    A run that is running is left alone, by its lock, and so is everything that is a link. Of a run
-    only folders of checkpoints are removed; its records stay.
+    A run that is running is left alone, by its lock, and so are a checkpoint that another job reads
+    and everything that is a link. Of a run only folders of checkpoints are removed; its records
+    stay.
 
     Args:
         folder: of the runs, or a run directory.
@@ -66,9 +67,11 @@ def prune(folder: Path, *, keep_weights: bool, dry_run: bool) -> Iterator[str]:
                 continue
             found = _removable(run_dir, run.record, keep_weights=keep_weights)
             sizes = {path: disk_bytes(path) for path in found}
-            if not dry_run:
-                _remove(found)
-        if found:
+            in_use = [] if dry_run else _remove(found)
+        for path in in_use:
+            yield one_line(f"{name}: left alone: another job reads {path.name}")
+            del sizes[path]
+        if sizes:
             count, total = count + 1, total + sum(sizes.values())
             listed = ", ".join(f"{path.name} ({data_size(size)})" for path, size in sizes.items())
             yield one_line(f"{name}: {'would remove' if dry_run else 'removed'} {listed}")
@@ -128,9 +131,13 @@ def _is_intact(checkpoint: Path) -> bool:
     return False
 
 
-def _remove(folders: list[Path]) -> None:
+def _remove(folders: list[Path]) -> list[Path]:
+    """Remove folders of checkpoints; return those that are left because a process reads them."""
+    in_use = []
     for path in folders:
         try:
-            remove_checkpoint(path)
+            if not remove_unless_held(path):
+                in_use.append(path)
         except OSError as error:
             raise RecordError(path, error) from None
+    return in_use

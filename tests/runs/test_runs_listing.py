@@ -12,6 +12,7 @@ from click.testing import CliRunner
 import cli
 from pipeworker.job.option_parsing import make_options
 from pipeworker.record import run_record
+from pipeworker.record.checkpoint.folder import held
 from pipeworker.record.lock import RunLock
 from pipeworker.record.rundir import RunDir
 from support.in_process.checkpoints import complete
@@ -258,6 +259,17 @@ def test_prune_leaves_what_is_running_and_what_is_a_link_alone(
     run("prune", "runs", "--remove-weights")
     assert [path.name for path in elsewhere.iterdir()] == ["step-00000001"]
     assert names(RunDir(folder / "runs" / "a")) == []
+
+
+def test_prune_leaves_a_checkpoint_that_another_job_reads(folder: Path) -> None:
+    made = RunDir(folder / "runs" / "a")
+    for step in (1, 2):
+        complete(made, step)
+    with held(made.checkpoints.at(1)):
+        lines = run("prune", "runs", "--remove-weights").splitlines()
+    assert lines[0] == "a: left alone: another job reads step-00000001"
+    assert lines[1].startswith("a: removed step-00000002 (")
+    assert names(made) == ["step-00000001"]
 
 
 def test_prune_says_what_it_would_keep(folder: Path) -> None:

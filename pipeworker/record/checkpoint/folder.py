@@ -160,7 +160,7 @@ class CheckpointFolder:
         best = self.best(criterion)
         for path in paths[:-keep]:
             if path != best:
-                _remove_unless_held(path)
+                remove_unless_held(path)
 
 
 def unused(path: Path) -> Path:
@@ -199,16 +199,22 @@ def held(path: Path) -> Iterator[None]:
         yield
 
 
-def _remove_unless_held(path: Path) -> None:
+def remove_unless_held(path: Path) -> bool:
+    """Remove the folder of a checkpoint unless a process reads it; return whether it is removed.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
     with ExitStack() as stack:
         try:
             file = stack.enter_context(open_file(path / MANIFEST, "r+b"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return
+            return False
         except OSError:  # it has none, or the file system has no locks
             pass
         remove_checkpoint(path)
+    return True
 
 
 def remove_checkpoint(path: Path) -> None:
