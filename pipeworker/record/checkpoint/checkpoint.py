@@ -8,14 +8,16 @@ everything else as JSON. Frozen weights are in a file of their own. The names ar
 from __future__ import annotations
 
 import reprlib
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pipeworker.errors import reading
+from pipeworker.errors import UnreadableFile, reading
 from pipeworker.record.checkpoint.frozen_weights import frozen_name
-from pipeworker.record.checkpoint.json_state import JSON_DEPTH, Tensors
+from pipeworker.record.checkpoint.json_state import JSON_DEPTH, InvalidState, Tensors, unpack
 from pipeworker.record.checkpoint.manifest import (
     ANOTHER,
     MANIFEST,
@@ -77,6 +79,17 @@ class Checkpoint:
                 found[name] = found[first]
         return dict(sorted(found.items(), key=lambda item: layers.split(item[0])[0]))
 
+    def extra(self) -> dict[str, PackedValue]:
+        """Return what state dicts have besides weights, by name; it is read when it is needed."""
+        found: dict[str, PackedValue] = {}
+        for files in self.worker_files():
+            self.manifest.check_files(self.path, files.state.name)
+            if extra := read_plain(files.state)["extra"]:
+                self.manifest.check_files(self.path, files.optimizer.name)
+                packed = partial(PackedValue, files.state, TensorFile(files.optimizer))
+                found |= {name: packed(value) for name, value in extra.items()}
+        return found
+
     def adapters(self) -> Adapters | None:
         """Return what makes peft's own folder of the weights, if the model has adapters."""
         path = self.worker_files()[0].state  # of the worker with stage 0
@@ -86,6 +99,30 @@ class Checkpoint:
             return msgspec.convert(found, Adapters | None)
         except msgspec.ValidationError as error:
             raise invalid(path, error) from None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedValue:
+    """A packed value in the file of a worker."""
+
+    path: Path
+    tensors: TensorFile
+    packed: Any
+
+    def read(self, kind: type = object) -> Any:
+        """Unpack the value, which must be of this type."""
+        try:
+            value = unpack(self.packed, self.tensors)
+        except InvalidState as error:
+            raise damaged(self.path, error) from None
+        if not isinstance(value, kind):
+            raise damaged(self.path, f"{value!r:.40} is no {kind.__name__}")
+        return value
+
+
+def damaged(path: Path, reason: object) -> UnreadableFile:
+    """Return the error of a file of a checkpoint that no worker has written so."""
+    return invalid(path, f"it is not what a worker writes ({reason})")
 
 
 class Adapters(msgspec.Struct):

@@ -18,11 +18,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from pipeworker.errors import UnreadableFile, UsageError
+from pipeworker.errors import UsageError
 from pipeworker.facts.layer_names import LayerNames
-from pipeworker.record.checkpoint.checkpoint import read_plain
-from pipeworker.record.checkpoint.json_state import InvalidState, unpack
-from pipeworker.record.checkpoint.manifest import WorkerFiles, invalid
+from pipeworker.record.checkpoint.checkpoint import PackedValue, damaged, read_plain
+from pipeworker.record.checkpoint.manifest import WorkerFiles
 from pipeworker.record.checkpoint.param_groups import (
     SavedGroup,
     SavedOptimizer,
@@ -110,36 +109,13 @@ def restored_position(files: Sequence[WorkerFiles]) -> dict[str, Any]:
     for one in files:
         plain = read_plain(one.state)
         if "data" in plain:
-            value = _PackedValue(one.state, TensorFile(one.optimizer), plain["data"])
+            value = PackedValue(one.state, TensorFile(one.optimizer), plain["data"])
             found: dict[str, Any] = value.read(dict)
             return found
     raise UsageError(
         f"{files[0].state.parent} has no position in the data: a loop of its own wrote it; restore "
         "it from such a loop"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _PackedValue:
-    """A packed value in the file of a worker."""
-
-    path: Path
-    tensors: TensorFile
-    packed: Any
-
-    def read(self, kind: type = object) -> Any:
-        """Unpack the value, which must be of this type."""
-        try:
-            value = unpack(self.packed, self.tensors)
-        except InvalidState as error:
-            raise _damaged(self.path, error) from None
-        if not isinstance(value, kind):
-            raise _damaged(self.path, f"{value!r:.40} is no {kind.__name__}")
-        return value
-
-
-def _damaged(path: Path, reason: object) -> UnreadableFile:
-    return invalid(path, f"it is not what a worker writes ({reason})")
 
 
 @dataclass(slots=True)
@@ -151,9 +127,9 @@ class _SavedState:
     ties: Mapping[str, str]
     loads_itself: Callable[[nn.Module], bool]
     weights: dict[str, TensorFile] = field(default_factory=dict)
-    extra: dict[str, _PackedValue] = field(default_factory=dict)
-    buffers: dict[str, _PackedValue] = field(default_factory=dict)
-    states: dict[str, _PackedValue] = field(default_factory=dict)  # of optimizers, by parameter
+    extra: dict[str, PackedValue] = field(default_factory=dict)
+    buffers: dict[str, PackedValue] = field(default_factory=dict)
+    states: dict[str, PackedValue] = field(default_factory=dict)  # of optimizers, by parameter
     groups: dict[str, SavedGroup] = field(default_factory=dict)  # by parameter
     weight_keys: Mapping[int, list[str]] = field(init=False)  # by layer
     extra_keys: Mapping[int, list[str]] = field(init=False)
@@ -165,10 +141,10 @@ class _SavedState:
                 weights = TensorFile(path)
                 both = next((name for name in weights if name in self.weights), None)
                 if both is not None:
-                    raise _damaged(path, f"{both!r:.80} is in another part as well")
+                    raise damaged(path, f"{both!r:.80} is in another part as well")
                 self.weights |= dict.fromkeys(weights, weights)
             plain = read_plain(files.state)
-            packed = partial(_PackedValue, files.state, TensorFile(files.optimizer))
+            packed = partial(PackedValue, files.state, TensorFile(files.optimizer))
             self.extra |= {name: packed(value) for name, value in plain["extra"].items()}
             self.buffers |= {name: packed(value) for name, value in plain["buffers"].items()}
             for update in plain["updates"]:
@@ -177,18 +153,18 @@ class _SavedState:
         self.extra_keys, _ = self.names.by_layer(self.extra)
         self.buffer_keys, _ = self.names.by_layer(self.buffers)
 
-    def _add_update(self, path: Path, packed: Callable[[Any], _PackedValue], update: Any) -> None:
+    def _add_update(self, path: Path, packed: Callable[[Any], PackedValue], update: Any) -> None:
         if not (isinstance(update, dict) and isinstance(update.get("state"), dict)):
-            raise _damaged(path, "an optimizer's state is not there")
+            raise damaged(path, "an optimizer's state is not there")
         groups = packed(update.get("groups")).read(list)
         steps = update.get("steps", 0)
         if type(steps) is not int:
-            raise _damaged(path, "the number of steps of a scheduler is none")
+            raise damaged(path, "the number of steps of a scheduler is none")
         optimizer = SavedOptimizer(groups, packed(update.get("scheduler")).read(), steps)
         for index, group in enumerate(groups):
             names = group.get("params") if isinstance(group, dict) else None
             if not (isinstance(names, list) and all(type(name) is str for name in names)):
-                raise _damaged(path, "a parameter group is none")
+                raise damaged(path, "a parameter group is none")
             self.groups |= dict.fromkeys(names, SavedGroup(optimizer, index))
         self.states |= {name: packed(value) for name, value in update["state"].items()}
 

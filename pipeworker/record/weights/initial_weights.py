@@ -17,6 +17,7 @@ from torch import nn
 
 from pipeworker.errors import UnreadableFile, UsageError, a_type
 from pipeworker.facts.layer_names import LayerNames
+from pipeworker.record.checkpoint.checkpoint import Checkpoint, PackedValue
 from pipeworker.record.checkpoint.stage_state import (
     StageState,
     StateDictDiff,
@@ -79,7 +80,11 @@ class InitialWeights:
         self._names = names
         self._open = cache(_open)
         self._files = source.index or {n: file for file in source.files for n in self._open(file)}
-        self._sources = {name: Source((name,), only) for name in self._files}
+        self._extra: Mapping[str, PackedValue] = {}
+        if source.checkpoint is not None:
+            with naming_option():
+                self._extra = Checkpoint(source.checkpoint).extra()
+        self._sources = {name: Source((name,), only) for name in (*self._files, *self._extra)}
         conversion = find_conversion() if source.checkpoint is None else None
         if conversion is not None:
             self._sources = conversion.sources(self._files)
@@ -127,6 +132,9 @@ class InitialWeights:
             raise UsageError(f"--init-from {self._path}: {of}: {error!s:.200}") from error
 
     def _stored(self, name: str) -> Any:
+        if name in self._extra:
+            with naming_option():
+                return self._extra[name].read()
         path = self._files[name]
         file = self._open(path)
         with naming_option():

@@ -7,6 +7,7 @@ import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,14 @@ def test_extra_state_is_passed_to_the_layer(tmp_path: Path) -> None:
         with path.open("r+b") as file:
             file.write(bytes(path.stat().st_size))  # what the layer keeps is not in its memory
         assert layer.count == (7 if path.suffix == ".pt" else 1)
+    layer.count = torch.tensor(7)
+    part = replace(part, states=[layer.state_dict()])
+    saved = tmp_path / "saved"
+    manifest = Manifest(1, 1, part.names, save_worker_files(saved, 0, 1, [part]))
+    (saved / "manifest.json").write_text(json.dumps(manifest.to_json()))
+    layer.count = 1
+    InitialWeights(saved, part.names).load(part)
+    assert layer.count == 7
 
 
 @pytest.mark.parametrize("kind", [safe, pickled])
