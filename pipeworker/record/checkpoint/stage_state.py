@@ -164,8 +164,10 @@ class StageState:
         self, update: OptimizerState, names: Mapping[int, str], tensors: Tensors
     ) -> dict[str, Any]:
         optimizer = update.optimizer
+        known = {id(p) for layer in self.layers for p in layer.parameters()}
+        known |= {id(p) for group in optimizer.param_groups for p in group["params"]}
         for key in optimizer.state:
-            if not isinstance(key, torch.Tensor):
+            if id(key) not in known:
                 raise UsageError(
                     f"the optimizer's state has the key {key!r:.80}, which is no parameter: a "
                     "checkpoint keeps state by parameter"

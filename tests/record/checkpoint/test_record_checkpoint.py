@@ -155,11 +155,14 @@ def test_state_that_cannot_be_saved_is_refused_early(
         check_savable([part([layer], 0, optimizer, scheduled)])
 
 
-def test_optimizer_state_of_no_parameter_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("key", "shown"), [("calls", "'calls'"), (torch.zeros(()), r"tensor\(0.\)")]
+)
+def test_optimizer_state_of_no_parameter_is_refused(key: Any, shown: str) -> None:
     layer = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    optimizer.state["calls"] = 3  # type: ignore[index]
-    with pytest.raises(UsageError, match="the optimizer's state has the key 'calls', which is no"):
+    optimizer.state[key] = {"calls": 3}
+    with pytest.raises(UsageError, match=f"the optimizer's state has the key {shown}, which is no"):
         check_savable([part([layer], 0, optimizer)])
 
 
