@@ -177,10 +177,17 @@ class StageState:
             {**group, "params": [names[id(p)] for p in group["params"] if id(p) in names]}
             for group in optimizer.param_groups
         ]
+        before = {*tensors}
         packed = {
             "state": {name: pack(value, tensors, name) for name, value in state.items()},
             "groups": pack(groups, tensors, "optimizer/groups"),
         }
+        for name in tensors.keys() - before:
+            if (kind := type(tensors[name])) not in (torch.Tensor, nn.Parameter):
+                raise UsageError(
+                    f"{name} is a {kind.__module__}.{kind.__qualname__}, which a run that resumes "
+                    "would have as a plain tensor; choose an optimizer with plain tensors"
+                )
         if update.schedule is not None:
             packed["scheduler"] = pack(update.schedule, tensors, "scheduler")
         if self.steps:

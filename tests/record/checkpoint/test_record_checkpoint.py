@@ -166,6 +166,17 @@ def test_optimizer_state_of_no_parameter_is_refused(key: Any, shown: str) -> Non
         check_savable([part([layer], 0, optimizer)])
 
 
+def test_optimizer_state_of_a_class_of_tensors_is_refused() -> None:
+    class Coded(torch.Tensor):
+        """A tensor like those of torchao's optimizers, of which a file has the numbers alone."""
+
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(layer.parameters())
+    optimizer.state[layer.weight] = {"mean": torch.zeros(2, 2).as_subclass(Coded)}
+    with pytest.raises(UsageError, match=r"^0\.weight/mean is a .*\.Coded, which a run that"):
+        check_savable([part([layer], 0, optimizer)])
+
+
 OLD = """{"version": 2, "step": 3, "stages": 1, "layers": ["0", "1"], "files": {
 "model-00001-of-00001.safetensors": {"bytes": 10, "crc32": 7},
 "optimizer-00001-of-00001.safetensors": {"bytes": 11, "crc32": 8},
