@@ -84,12 +84,10 @@ class RunFiles:
         """Close the files of rows, and what is written beside them."""
         with suppress(OSError):
             self.run_dir.now.unlink()
-        if rings := self.run_dir.worker_rings():
-            # It imports numpy, which takes longer than a coordinator's start.
-            from pipeworker.trace.recorder import record_unfinished_in
-
-            for ring in rings:
-                record_unfinished_in(ring)
+        rings: list[Path] = []
+        self.descriptors.run(lambda: rings.extend(self.run_dir.worker_rings()))
+        for ring in rings:
+            self.descriptors.run(partial(_record_unfinished, ring))
         for file in self._rows.values():
             file.close()
         if self._extras:
@@ -273,6 +271,13 @@ class RunFiles:
         """Log a warning and send it to the parent."""
         log.warning("%s", text)
         self.parent.send(Warned(text, note))
+
+
+def _record_unfinished(ring: Path) -> None:
+    # It imports numpy, which takes longer than a coordinator's start.
+    from pipeworker.trace.recorder import record_unfinished_in
+
+    record_unfinished_in(ring)
 
 
 def record_error(path: object, error: OSError) -> str:

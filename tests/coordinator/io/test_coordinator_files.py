@@ -9,6 +9,7 @@ import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -338,6 +339,32 @@ def test_a_lack_of_descriptors_for_the_rows_of_a_summary_is_not_their_defect(
         with pytest.raises(OSError, match="Too many open files"):
             rows.last(run_dir.metrics)
     assert summarize(files) == DONE
+
+
+def test_connections_that_take_all_descriptors_do_not_fail_a_job_that_ends(
+    run_dir: RunDir, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reserve(Plenty):
+        """A reserve that is needed once."""
+
+        def run(self, write: Callable[[], None]) -> None:
+            with suppress(OSError):
+                write()
+            write()
+
+    found = iter([OSError(errno.EMFILE, os.strerror(errno.EMFILE)), None])
+
+    def rings(_: RunDir) -> list[Path]:
+        if (error := next(found)) is not None:
+            raise error
+        return []
+
+    disk, parent = ResultThread("disk"), cast(ParentProcess, listener)
+    reserve = cast(DescriptorReserve, Reserve())
+    files = RunFiles(run_dir, OPTIONS, reserve, parent, disk, print)
+    monkeypatch.setattr(RunDir, "worker_rings", rings)
+    files.close()
+    assert not [*found]
 
 
 def test_a_summary_whose_rows_became_a_pipe_fails_the_job(files: RunFiles, run_dir: RunDir) -> None:
