@@ -53,7 +53,7 @@ class StageOptimizers:
     _groups: Sequence[int] = ()
     """The number of parameter groups of each of `all`."""
     _rates: Sequence[Sequence[tuple[Any, Any]]] = ()
-    """Of each group of `all`, the learning rates before and after the schedulers were made."""
+    """The learning rates of each group of `all`, before and after the schedulers were made."""
 
     @classmethod
     def make(

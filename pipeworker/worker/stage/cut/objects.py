@@ -1,4 +1,4 @@
-"""What an object holds: its attributes or items, and those of the objects there."""
+"""The contents of an object: its attributes or items, and those of the objects there."""
 
 from __future__ import annotations
 
