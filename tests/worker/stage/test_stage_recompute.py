@@ -127,18 +127,25 @@ def test_batch_norm_is_found_though_it_leaves_no_trace() -> None:
         assert torch.equal(value, after[name])
 
 
+def assert_counted_once(
+    norm: nn.Module, plain: nn.Module, buffers: Buffers, x: torch.Tensor
+) -> None:
+    """Run a norm forward and again: its statistics are those of a plain one after one forward."""
+    mb = MicroBatch(0)
+    with buffers.first_forward(mb):
+        norm(x)
+    with buffers.second_forward(mb):
+        norm(x)
+    plain(x)
+    for name, value in plain.named_buffers():
+        assert torch.equal(norm.get_buffer(name), value)
+
+
 def test_a_mean_that_the_very_first_forward_leaves_at_zero_is_restored_later() -> None:
     norm, plain = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
     buffers = Buffers([norm])
     for x in (torch.tensor([[1.0, -1.0], [-1.0, 1.0]]), torch.randn(5, 2)):
-        (mb,) = microbatches(1)
-        with buffers.first_forward(mb):
-            norm(x)
-        with buffers.second_forward(mb):
-            norm(x)
-        plain(x)
-        for name, value in plain.named_buffers():
-            assert torch.equal(norm.get_buffer(name), value)
+        assert_counted_once(norm, plain, buffers, x)
 
 
 class Every(Counter):
@@ -284,14 +291,7 @@ def test_a_batch_norm_may_begin_to_train_at_any_time() -> None:
         norm(x)
     norm.train()
     for _ in range(2):
-        mb = MicroBatch(0)
-        with buffers.first_forward(mb):
-            norm(x)
-        with buffers.second_forward(mb):
-            norm(x)
-        plain(x)
-        for name, value in plain.named_buffers():
-            assert torch.equal(norm.get_buffer(name), value)
+        assert_counted_once(norm, plain, buffers, x)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
