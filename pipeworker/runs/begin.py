@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -264,6 +264,9 @@ class RunRequest:
             options = self._merged_options(record)
             _check_packages(options)
             point = resume.find_resume_point(run_dir)
+            if not point.path and options.init_from is not None:
+                weights = weight_files.find_weight_files(Path(options.init_from)).checkpoint
+                undo.enter_context(held(weights) if weights is not None else nullcontext())
             run = f"the run in {self.run_dir}"
             if options.steps is not None and options.steps < point.step:
                 raise UsageError(

@@ -267,6 +267,8 @@ def test_weights_of_a_run_are_those_of_the_checkpoint_that_it_had_at_the_start(
     for again in ({}, given):
         run = RunRequest(job, None, again, run_dir, resume=True).prepare()
         assert run.options.init_from == chosen
+        source.checkpoints.prune(1, Criterion.parse("loss"))
+        assert source.checkpoints.steps() == [1, 3]  # the run begins with it again
         run.close()
     other = {"init_from": str(complete(source, 4))}
     with pytest.raises(UsageError, match="would continue with other numbers, by --init-from"):
