@@ -161,13 +161,15 @@ def _contents(thing: Any) -> Iterator[tuple[str, Any]]:
         yield from (("func", thing.func), ("args", thing.args), ("keywords", thing.keywords))
     elif kind in (MethodType, BuiltinMethodType):
         yield "__self__", thing.__self__
+    elif kind is ModuleType:  # its loader and its specification refer to how it was imported
+        yield from ((n, value) for n, value in list(vars(thing).items()) if not n.startswith("__"))
     else:
         attributes = getattr(thing, "__dict__", None)
         if isinstance(attributes, dict):
             yield from list(attributes.items())
         if kind is FunctionType:
             yield from _of_function(thing)
-        elif kind is not ModuleType:
+        else:
             for base in kind.__mro__[:-1]:
                 yield from _of_class(base, thing)
 
