@@ -31,7 +31,7 @@ class LineProcess(Generic[Sent, Received]):
 
     It has a session of its own: the terminal's Ctrl-C does not reach it, so that the launcher
     decides what happens then. Its standard error goes to `errors`, by default to this process's.
-    With `skips`, it may print anything before its first line.
+    It may print anything before its first line: so does a shell, or a ``sitecustomize`` of Python.
 
     Raises:
         PipeworkerError: it cannot be started.
@@ -43,8 +43,6 @@ class LineProcess(Generic[Sent, Received]):
         line: Sequence[str],
         received: Any,
         errors: IO[Any] | None = None,
-        *,
-        skips: bool = False,
     ) -> None:
         own = None if sys.stderr else subprocess.DEVNULL  # ours may be closed
         try:
@@ -61,7 +59,7 @@ class LineProcess(Generic[Sent, Received]):
         assert self._process.stdout is not None
         self._stdin = self._process.stdin
         self._stdout = self._process.stdout
-        self._buffer: lines.Buffer[Received] = lines.Buffer(received, skips=skips)
+        self._buffer: lines.Buffer[Received] = lines.Buffer(received, skips=True)
 
     @property
     def pid(self) -> int:
@@ -120,7 +118,7 @@ def start_agent(
     """Start an agent here, or by the command `line` on another host."""
     name = "pipeworker.host.agent"
     called = line[0] if line else name
-    return LineProcess(called, line or command(name), FromAgent, errors, skips=bool(line))
+    return LineProcess(called, line or command(name), FromAgent, errors)
 
 
 def start_hooks() -> LineProcess[ToHooks, FromHooks]:

@@ -362,14 +362,16 @@ def decode(line: bytes) -> Line:
 
 E = TypeVar("E")
 _MOST_SKIPPED = 1 << 16
-"""Characters before the first event: a program that prints more is no agent."""
+"""Characters before the first event: a program that prints more is none of ours."""
+_LONGEST_FIRST = 1 << 20
+"""Bytes of the line of the first event."""
 
 
 class Buffer(Generic[E]):
     """A buffer that splits received bytes into events of a union: ``Buffer[Line](Line)``.
 
-    With `skips`, lines before the first event of a host may be anything, such as what its shell
-    prints.
+    With `skips`, lines before the first event of a process may be anything, such as what the shell
+    of a host prints, or Python's own startup.
 
     Attributes:
         skipped: those lines, without empty ones.
@@ -394,6 +396,8 @@ class Buffer(Generic[E]):
                 self.skipped += [line.decode(errors="replace")] if line.strip() else []
             else:
                 self._skips = self._skips and isinstance(events[-1], Waiting)
+        if self._skips and len(self._rest) > _LONGEST_FIRST:
+            raise ProtocolError(f"a line of more than {_LONGEST_FIRST} bytes is not an event")
         for event in events:
             if not isinstance(event, self._accepted):
                 raise ProtocolError(f"{type(event).__name__} is not an event of this direction")

@@ -222,6 +222,10 @@ def test_what_a_shell_prints_before_the_first_event_is_skipped() -> None:
     endless = Buffer[KeepAlive](KeepAlive, skips=True)
     with pytest.raises(ProtocolError):
         endless.feed(b"yes\n" * 100_000)
+    unbroken = Buffer[KeepAlive](KeepAlive, skips=True)
+    assert not unbroken.feed(b"yes" * 300_000)
+    with pytest.raises(ProtocolError):
+        unbroken.feed(b"yes" * 300_000)
 
 
 def test_a_text_that_has_no_encoding_is_rejected_in_place_of_a_number() -> None:
