@@ -56,10 +56,9 @@ def pack(value: Any, tensors: Tensors, name: str, depth: int = 0) -> Any:
         return {"$tuple": [within(item, key) for key, item in enumerate(value)]}
     if isinstance(value, torch.Tensor):
         return _pack_tensor(value, tensors, name)
-    if kind is np.ndarray and value.dtype.kind in "biufc":
-        return {"$array": _pack_tensor(torch.from_numpy(value.copy()), tensors, name)}
-    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
-        return {"$scalar": _pack_tensor(torch.from_numpy(np.array(value)), tensors, name)}
+    if kind is np.ndarray or isinstance(value, np.generic):
+        mark = "$array" if kind is np.ndarray else "$scalar"
+        return {mark: _pack_tensor(_of_numpy(value, name), tensors, name)}
     if kind is dict or kind in _DICTS.values():
         if kind is dict and all(type(k) is str and not k.startswith("$") for k in value):
             return {key: within(item, key) for key, item in value.items()}
@@ -75,6 +74,15 @@ def pack(value: Any, tensors: Tensors, name: str, depth: int = 0) -> Any:
         f"{name} is a {kind.__module__}.{kind.__qualname__}: a checkpoint holds tensors, numbers, "
         "texts, lists, tuples and dicts"
     )
+
+
+def _of_numpy(value: Any, name: str) -> torch.Tensor:
+    try:
+        return torch.from_numpy(np.array(value))
+    except (TypeError, ValueError):  # texts, objects, dates, 128 bits, another order of bytes
+        raise UsageError(
+            f"{name} is of NumPy's {value.dtype}, and no tensor is; a checkpoint cannot hold it"
+        ) from None
 
 
 def _pack_tensor(tensor: torch.Tensor, tensors: Tensors, name: str) -> dict[str, Any]:

@@ -266,6 +266,14 @@ def test_unpack_inverts_pack_for_special_values() -> None:
     assert math.isnan(nan)
 
 
+@pytest.mark.parametrize(
+    "value", [np.array([1.0], ">f4"), np.longdouble(3), np.array(["a"]), np.datetime64("2020")]
+)
+def test_numpy_values_that_no_tensor_has_are_refused(value: Any) -> None:
+    with pytest.raises(UsageError, match=r"^x/0 is of NumPy's .*, and no tensor is"):
+        pack([value], {}, "x")
+
+
 KINDS = "tuple items Counter OrderedDict float bytes size dtype tensor complex array scalar dict"
 WORDS = ["$", *(f"${kind}" for kind in KINDS.split())]
 hostile = st.recursive(
