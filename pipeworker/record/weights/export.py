@@ -16,7 +16,7 @@ import torch
 
 from pipeworker.errors import UsageError, reading
 from pipeworker.job.option_parsing import UNITS
-from pipeworker.record.checkpoint.checkpoint import Adapters, Checkpoint
+from pipeworker.record.checkpoint.checkpoint import Adapters, Checkpoint, damaged
 from pipeworker.record.checkpoint.json_state import Tensors
 from pipeworker.record.checkpoint.manifest import WEIGHTS_INDEX, weights_index
 from pipeworker.record.checkpoint.tensor_file import TensorFile, file_layout, raw_bytes, supports
@@ -99,6 +99,7 @@ def export_weights(
     with reading(source):
         checkpoint = _open(source, path, best=best)
         weights, peft = checkpoint.weights(), checkpoint.adapters()
+        extra = _extra(checkpoint, weights) if path.suffix in _PICKLED else {}
     others: Callable[[Path], list[Path]] = lambda _: []  # noqa: E731
     if pattern is not None:
         weights, others = like(weights, pattern), partial(copy_files, pattern)
@@ -116,7 +117,7 @@ def export_weights(
             file_list = [WEIGHTS] if adapters else file_names(files)
             _write_folder(weights, path, cast, dict(zip(file_list, parts, strict=True)), others)
         else:
-            _write_file(weights, path, cast)
+            _write_file(weights, extra, path, cast)
     except (OSError, RuntimeError, ValueError) as error:
         raise UsageError(f"{out}: cannot be written: {_reason(error)}") from None
     infinite = tuple(dict.fromkeys(cast.infinite))
@@ -165,6 +166,15 @@ def _open(source: Path, out: Path, *, best: bool) -> Checkpoint:
     return checkpoint
 
 
+def _extra(checkpoint: Checkpoint, weights: Tensors) -> dict[str, Any]:
+    """Return what state dicts have besides weights, as the extra state of modules."""
+    packed = checkpoint.extra()
+    for name in packed:
+        if name not in checkpoint.manifest.layers or name in weights:
+            raise damaged(checkpoint.path, f"{reprlib.repr(name)} is no extra state of a layer")
+    return {name: value.read() for name, value in packed.items()}
+
+
 def _checked(found: Adapters | None, weights: Tensors, source: Path) -> Adapters:
     """Return the adapters of a run, which has their weights."""
     if found is None:
@@ -206,11 +216,12 @@ class _Cast:
             yield raw_bytes(made)
 
 
-def _write_file(weights: Tensors, path: Path, cast: _Cast) -> None:
+def _write_file(weights: Tensors, extra: dict[str, Any], path: Path, cast: _Cast) -> None:
+    """Write one file of weights; only a pickled one has what else is in state dicts."""
     with temporary_path(path) as partial:
         if path.suffix in _PICKLED:
             with _cast_on_disk(weights, path, cast) as tensors, partial.open("xb") as file:
-                torch.save(_separate(tensors), file)
+                torch.save(_separate(tensors) | extra, file)
                 sync_file(file)
         else:
             _write_safetensors(weights, partial, cast)

@@ -8,6 +8,7 @@ import shutil
 import stat
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +68,28 @@ def test_tied_expanded_and_strided_weights_are_exported(tmp_path: Path, suffix: 
     save(layers, (1, 2), tmp_path / "run")
     export_weights(tmp_path / "run", tmp_path / f"out{suffix}")
     assert_exported(layers, tmp_path / f"out{suffix}")
+
+
+def test_a_pickled_file_has_the_extra_state_of_modules(tmp_path: Path) -> None:
+    class Counter(nn.Linear):
+        calls = 0
+
+        def get_extra_state(self) -> Any:
+            return {"calls": self.calls, "at": torch.tensor([self.calls])}
+
+        def set_extra_state(self, state: Any) -> None:
+            assert state["at"].tolist() == [state["calls"]]
+            self.calls = state["calls"]
+
+    first, last = Counter(2, 2), Counter(2, 2)
+    first.calls, last.calls = 3, 5
+    save([first, nn.Linear(2, 2), last], (1, 2), tmp_path / "run")
+    export_weights(tmp_path / "run", tmp_path / "out.pt", "bf16")
+    export_weights(tmp_path / "run", tmp_path / "out.safetensors")
+    first, last = Counter(2, 2), Counter(2, 2)
+    nn.Sequential(first, nn.Linear(2, 2), last).load_state_dict(read(tmp_path / "out.pt"))
+    assert (first.calls, last.calls) == (3, 5)
+    assert len(read(tmp_path / "out.safetensors")) == 6
 
 
 def test_the_last_complete_checkpoint_is_found(tmp_path: Path) -> None:
