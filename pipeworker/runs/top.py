@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pipeworker.display.text import data_size, duration, number, sanitize
+from pipeworker.display.text import data_size, duration, number, sanitize, strict
 from pipeworker.errors import RecordError, UsageError, reading
 from pipeworker.plan.figures import rate_text, seconds_text
 from pipeworker.record import lock, present
@@ -51,13 +51,13 @@ def show_once(path: Path) -> None:
     Raises:
         RecordError: standard output cannot be written.
     """
-    for moment in itertools.islice(_moments(path), 1):
-        try:
-            Console().print(_shown(moment))
-        except BrokenPipeError:  # its reader wants no more
-            raise
-        except OSError as error:
-            raise RecordError("standard output", error) from None
+    shown = _shown(_moment(path))
+    try:
+        Console().print(shown)
+    except BrokenPipeError:  # its reader wants no more
+        raise
+    except OSError as error:
+        raise RecordError("standard output", error) from None
 
 
 class _Moment(NamedTuple):
@@ -69,6 +69,17 @@ class _Moment(NamedTuple):
 
 def _shown(moment: _Moment) -> Group:
     return Group(_head(moment), _table(moment.now))
+
+
+def _moment(path: Path) -> _Moment:
+    """Return what is to be shown once.
+
+    Raises:
+        UsageError: no job runs in the directory, or it has ended meanwhile.
+    """
+    for moment in _moments(path):
+        return moment
+    raise UsageError(f"{path}: the job has ended; pipeworker show has its results")
 
 
 def _moments(path: Path) -> Iterator[_Moment]:
@@ -151,7 +162,11 @@ def _table(now: Present) -> Table:
 
 
 def snapshot(path: Path) -> dict[str, Any]:
-    """Return what the workers of a running job do at present; raises as :func:`watch`."""
-    moment = next(_moments(path))
+    """Return what the workers of a running job do at present, as strict JSON has it.
+
+    Raises:
+        UsageError: no job runs in the directory, or it has ended meanwhile.
+    """
+    moment = _moment(path)
     now: dict[str, Any] = msgspec.to_builtins(moment.now)
-    return {**now, "last": moment.last}
+    return dict(strict({**now, "last": moment.last}))

@@ -35,6 +35,8 @@ PROCESS = {
 }
 VERDICT = Verdict("done", 0, 4, 2.5, (3 << 20, 5 << 20), 0.25, None)
 
+NOW = {"time": 1.0, "generation": 1, "restarts": 0, "doing": "stepping", "workers": []}
+
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Callable[..., RunDir]:
@@ -201,6 +203,27 @@ def test_a_run_that_is_running(begin: Callable[..., RunDir]) -> None:
     assert found["to save now"] == f"pipeworker checkpoint {made.path}"
     assert not {"to resume", "to export", "error", "memory", "bubble"} & found.keys()
     assert float(found["time"].split()[0]) > 1e6
+
+
+@pytest.mark.usefixtures("locked")
+def test_top_has_strict_json(begin: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = begin()
+    made.metrics.write_text('{"step": 1, "loss": NaN}\n')
+    made.now.write_text(json.dumps(NOW))
+    monkeypatch.setattr("pipeworker.record.rundir.is_locked", lambda _: True)
+    shown = CliRunner().invoke(cli.main, ["top", "--json", str(made.path)]).output
+    assert json.loads(shown, parse_constant=pytest.fail)["last"]["loss"] is None
+
+
+@pytest.mark.parametrize("form", ["--json", "--once"])
+def test_top_reports_a_job_that_ends_before_it_answers(
+    begin: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    made = begin()
+    monkeypatch.setattr("pipeworker.record.rundir.is_locked", lambda _: True)
+    done = CliRunner().invoke(cli.main, ["top", form, str(made.path)])
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"error: {made.path}: the job has ended; pipeworker show")
 
 
 def test_a_run_that_was_killed(begin: Callable[..., RunDir], tmp_path: Path) -> None:
