@@ -225,13 +225,19 @@ def running(path: Path) -> RunDir:
 
 
 def disk_bytes(folder: Path) -> int:
-    """Return the bytes of all files below a folder; links in it are not followed."""
-    total = 0
+    """Return the bytes of all files below a folder; symbolic links in it are not followed."""
+    return sum(found.st_size for found in files_below(folder).values())
+
+
+def files_below(folder: Path) -> dict[tuple[int, int], os.stat_result]:
+    """Return the files below a folder by device and inode, so that hard links are one file."""
+    found: dict[tuple[int, int], os.stat_result] = {}
     for where, _, names in os.walk(folder):
         for name in names:
             with suppress(OSError):  # removed since
-                total += Path(where, name).lstat().st_size
-    return total
+                status = Path(where, name).lstat()
+                found[status.st_dev, status.st_ino] = status
+    return found
 
 
 def find_checkpoint(source: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from pipeworker.record.checkpoint.folder import remove_unless_held
 from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
 from pipeworker.record.lock import RunLock
 from pipeworker.record.run_record import RunRecord
-from pipeworker.record.rundir import RunDir, disk_bytes
+from pipeworker.record.rundir import RunDir, files_below
 from pipeworker.runs.info import RUNNING
 from pipeworker.runs.listing import one_line, read_runs
 
@@ -66,11 +67,10 @@ def prune(folder: Path, *, keep_weights: bool, dry_run: bool) -> Iterator[str]:
                 yield one_line(f"{name}: left alone: {reason}")
                 continue
             found = _removable(run_dir, run.record, keep_weights=keep_weights)
-            sizes = {path: disk_bytes(path) for path in found}
-            in_use = [] if dry_run else _remove(found)
-        for path in in_use:
+            freed = _remove(found, dry_run=dry_run)
+        sizes = {path: size for path, size in freed.items() if size is not None}
+        for path in freed.keys() - sizes.keys():
             yield one_line(f"{name}: left alone: another job reads {path.name}")
-            del sizes[path]
         if sizes:
             count, total = count + 1, total + sum(sizes.values())
             listed = ", ".join(f"{path.name} ({data_size(size)})" for path, size in sizes.items())
@@ -131,13 +131,21 @@ def _is_intact(checkpoint: Path) -> bool:
     return False
 
 
-def _remove(folders: list[Path]) -> list[Path]:
-    """Remove folders of checkpoints; return those that are left because a process reads them."""
-    in_use = []
+def _remove(folders: list[Path], *, dry_run: bool) -> dict[Path, int | None]:
+    """Remove folders of checkpoints; return the bytes that each frees, None if a process reads it.
+
+    Checkpoints share files by hard links: the last one that is removed frees them.
+    """
+    sizes: dict[Path, int | None] = {}
+    removed = Counter[tuple[int, int]]()  # links that a dry run leaves
     for path in folders:
+        files = files_below(path)
+        sizes[path] = sum(f.st_size for key, f in files.items() if f.st_nlink - removed[key] == 1)
         try:
-            if not remove_unless_held(path):
-                in_use.append(path)
+            if dry_run:
+                removed.update(files.keys())
+            elif not remove_unless_held(path):
+                sizes[path] = None
         except OSError as error:
             raise RecordError(path, error) from None
-    return in_use
+    return sizes

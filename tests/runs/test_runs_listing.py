@@ -15,6 +15,7 @@ from pipeworker.record import run_record
 from pipeworker.record.checkpoint.folder import held
 from pipeworker.record.lock import RunLock
 from pipeworker.record.rundir import RunDir
+from pipeworker.runs.info import Run
 from support.in_process.checkpoints import complete
 
 
@@ -270,6 +271,22 @@ def test_prune_leaves_a_checkpoint_that_another_job_reads(folder: Path) -> None:
     assert lines[0] == "a: left alone: another job reads step-00000001"
     assert lines[1].startswith("a: removed step-00000002 (")
     assert names(made) == ["step-00000001"]
+
+
+def test_files_that_checkpoints_share_count_once(folder: Path) -> None:
+    made = RunDir(folder / "runs" / "b")
+    for step in (1, 2, 3):
+        shared = complete(made, step) / "frozen.safetensors"
+        if step == 1:
+            shared.write_bytes(bytes(5 << 20))
+        else:
+            shared.hardlink_to(made.checkpoints.at(1) / shared.name)
+    assert 5 << 20 < Run.read(made.path).disk_bytes < 6 << 20
+    assert "would free 5.0M" not in run("prune", "runs/b", "--keep-weights", "--dry-run")
+    everything = run("prune", "runs/b", "--remove-weights", "--dry-run")
+    assert everything.endswith("would free 5.0M in 1 run\n")
+    assert "5.0M" not in run("prune", "runs/b", "--keep-weights")
+    assert run("prune", "runs/b", "--remove-weights").endswith("freed 5.0M in 1 run\n")
 
 
 def test_prune_says_what_it_would_keep(folder: Path) -> None:
