@@ -252,7 +252,8 @@ Hooks = list[dict[int, Callable[..., Any]]]
 
 def _hook_dicts(module: nn.Module) -> Iterator[MutableMapping[int, Callable[..., Any]]]:
     for one in module.modules():
-        yield from (one._forward_pre_hooks, one._forward_hooks, one._backward_hooks)
+        yield from (one._forward_pre_hooks, one._forward_hooks)
+        yield from (one._backward_pre_hooks, one._backward_hooks)
 
 
 def is_hooked(module: nn.Module) -> bool:

@@ -305,8 +305,27 @@ class Strided(nn.Module):
         return self.layers[1](out + made.view(len(x), -1) + plain) + back.flatten(1) + part
 
 
+class HookedBackward(Biased):
+    """Has hooks on the backward of its units, before it and behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, middle, last = self.layers
+        for unit in (middle, last):
+            unit.register_full_backward_pre_hook(lambda _, grads: (grads[0] * 0.5,))
+        first.register_full_backward_pre_hook(lambda _, grads: (grads[0] * 2,))
+        middle.register_full_backward_hook(lambda _, grads, __: (grads[0] * 3,))
+
+
 @pytest.mark.parametrize(
-    "make", [Biased, Shifting, partial(Strided, looks=False), partial(Strided, looks=True)]
+    "make",
+    [
+        Biased,
+        Shifting,
+        HookedBackward,
+        partial(Strided, looks=False),
+        partial(Strided, looks=True),
+    ],
 )
 def test_a_module_with_a_habit_equals_its_own_forward(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(3)
