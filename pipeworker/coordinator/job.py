@@ -110,6 +110,13 @@ class Job:
         """The transport identities of all workers that have joined."""
         return self.generation.roster.peers
 
+    @property
+    def restored_step(self) -> int:
+        """The step of the checkpoint that workers are about to read; -1 if there is none."""
+        restore = self.generation.restore
+        reads = restore and restore.path and self.generation.state in BEFORE_STEPS
+        return restore.step if restore and reads else -1
+
     def now(self, now: float) -> dict[str, Any]:
         """Return what the job does at present, as JSON has it."""
         generation = self.generation

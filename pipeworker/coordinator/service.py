@@ -84,7 +84,13 @@ class Service:
         )
         self._disk, self._planner = ResultThread("disk"), ResultThread("planner")
         self._files = RunFiles(
-            self._run_dir, self._options, descriptors, parent, self._disk, self._handle
+            self._run_dir,
+            self._options,
+            descriptors,
+            parent,
+            self._disk,
+            self._handle,
+            lambda: self._job.restored_step,
         )
         self._workers = WorkerConnections(
             socket, self._handle, lambda: self._job.generation.number, self._timings.redial

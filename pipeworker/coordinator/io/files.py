@@ -45,7 +45,8 @@ class RunFiles:
 
     If rows or the plan cannot be written, the job ends: `handle` is called with the event. A full
     disk does not end it: there may be room again before a checkpoint is due. Checkpoints are
-    completed and removed by the thread of the `disk`, in the order of the calls.
+    completed and removed by the thread of the `disk`, in the order of the calls. `restored` returns
+    the step of the checkpoint that workers are about to read; -1 if there is none.
     """
 
     run_dir: RunDir
@@ -54,6 +55,7 @@ class RunFiles:
     parent: ParentProcess
     disk: ResultThread
     handle: Callable[[Event], None]
+    restored: Callable[[], int]
     _warned: set[Path] = field(default_factory=set)  # files of which it is known: the disk is full
     _completing: set[int] = field(default_factory=set)  # steps of checkpoints
     _extras: ExtraFormats | None = None
@@ -162,7 +164,7 @@ class RunFiles:
                     f"continues after step {step}"
                 )
             if event.path:
-                self._remove_old_checkpoints()  # the end of the job waits for that too
+                self._remove_old_checkpoints(step)  # the end of the job waits for that too
             self.handle(event)
 
         try:
@@ -212,11 +214,15 @@ class RunFiles:
                 self.discard(step)
         self._remove("an unfinished checkpoint", checkpoints.remove_set_aside)
 
-    def _remove_old_checkpoints(self) -> None:
-        """Remove checkpoints beyond those to keep; failing to do so does not end the job."""
-        criterion = Criterion.parse(self.options.best)
-        prune = partial(self.run_dir.checkpoints.prune, self.options.keep, criterion)
-        self._remove("an old checkpoint", prune)
+    def _remove_old_checkpoints(self, step: int) -> None:
+        """Remove checkpoints beyond those to keep; failing to do so does not end the job.
+
+        Workers may be about to read one, from which they continue after a loss: that which they
+        were sent, or, until the job handles the completion of a newer one, that of `step`.
+        """
+        criterion, prune = Criterion.parse(self.options.best), self.run_dir.checkpoints.prune
+        remove = partial(prune, self.options.keep, criterion, step, self.restored())
+        self._remove("an old checkpoint", remove)
 
     def _append(self, path: Path, row: dict[str, Any]) -> None:
         first = path not in self._rows

@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -149,17 +150,20 @@ class CheckpointFolder:
         best = criterion.best(rows.values())
         return next((path for path, row in rows.items() if row is best), None)
 
-    def prune(self, keep: int, criterion: Criterion) -> None:
+    def prune(
+        self, keep: int, criterion: Criterion, newest: int = sys.maxsize, restored: int = -1
+    ) -> None:
         """Remove all complete checkpoints but the newest `keep` and the best one.
 
-        One that a process reads (:func:`held`) is removed later.
+        One that a process reads (:func:`held`), or of the step `restored`, is removed later.
+        Checkpoints of steps after `newest` stay, and do not count.
         """
-        paths = self.paths()
+        paths = [path for path in self.paths() if step_of(path) <= newest]
         if len(paths) <= keep:
             return
         best = self.best(criterion)
         for path in paths[:-keep]:
-            if path != best:
+            if path != best and step_of(path) != restored:
                 remove_unless_held(path)
 
 

@@ -112,6 +112,7 @@ def files(
         cast(ParentProcess, listener),
         ResultThread("disk"),
         handled.append,
+        lambda: -1,
     )
     yield made
     made.close()
@@ -272,6 +273,21 @@ def test_a_job_continues_while_an_old_checkpoint_is_removed_and_ends_after_it(
     assert run_record.read_summary(run_dir)["status"] == "done"
 
 
+def test_a_checkpoint_from_which_workers_continue_stays(
+    files: RunFiles, run_dir: RunDir, handled: list[Event]
+) -> None:
+    """They were sent an old one, or will be sent the newest of which the job knows."""
+    files.options, files.restored = replace(OPTIONS, keep=1), lambda: 1
+    for step in (1, 3):  # the job does not know yet that 3 is complete
+        run_dir.checkpoints.at(step).mkdir()
+    for step, stay in ((2, [1, 2, 3]), (4, [4])):
+        run_dir.checkpoints.partial(step).mkdir()
+        commit(files, handled, step)
+        finish(files)
+        assert run_dir.checkpoints.steps() == stay
+        files.restored = lambda: -1
+
+
 def test_a_discarded_checkpoint_may_be_written_again_while_its_files_are_removed(
     files: RunFiles, run_dir: RunDir, handled: list[Event], slow: SlowRemoval
 ) -> None:
@@ -361,7 +377,7 @@ def test_connections_that_take_all_descriptors_do_not_fail_a_job_that_ends(
 
     disk, parent = ResultThread("disk"), cast(ParentProcess, listener)
     reserve = cast(DescriptorReserve, Reserve())
-    files = RunFiles(run_dir, OPTIONS, reserve, parent, disk, print)
+    files = RunFiles(run_dir, OPTIONS, reserve, parent, disk, print, lambda: -1)
     monkeypatch.setattr(RunDir, "worker_rings", rings)
     files.close()
     assert not [*found]

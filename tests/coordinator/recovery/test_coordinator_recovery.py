@@ -446,9 +446,12 @@ def test_without_its_snapshot_a_job_continues_from_the_newest_checkpoint() -> No
     job.checkpoint_committed(2)
     job.step(4)
     job.exited(1, -9)
+    assert job.job.restored_step == -1
     assert len(of(lost_snapshot(job), Restart)) == 1
+    assert job.job.restored_step == 2
     job.start()
     on_disk = Restore(2, "checkpoints/2")
+    assert job.job.restored_step == -1
     assert restores(job) == [None, Restore(3, slot=0, ranks=2), on_disk]
     text = f"{KILLED}; the snapshot is lost (stage 1); resumed after step 2, 2 steps repeated"
     (warned,) = of(job.effects, Warned)
