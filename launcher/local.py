@@ -34,7 +34,7 @@ from pipeworker.errors import UsageError
 from pipeworker.host.hook_process import HookProcess
 from pipeworker.host.lifetime import kill_group
 from pipeworker.host.line_process import LineProcess, start_agent, start_coordinator
-from pipeworker.host.signals import SignalSocket
+from pipeworker.host.signals import SignalSocket, deferred_interrupt
 from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.record.files.atomic_file import open_file
 from pipeworker.record.run_record import summary_problem
@@ -109,7 +109,7 @@ class Launch:
         self._screen = start_display(options, prepared.run_dir, view, starting=True)
 
     def run(self) -> lines.Verdict:
-        """Run the job to its end.
+        """Run the job to its end; return how it ended, for :meth:`finish`.
 
         Raises:
             PipeworkerError: a process cannot be started.
@@ -134,13 +134,15 @@ class Launch:
             self._hooks.kill()
             self._screen.close()
             raise
-        if verdict is None:
-            verdict = self._supervisor.own_verdict(time.monotonic() - started)
+        return verdict or self._supervisor.own_verdict(time.monotonic() - started)
+
+    def finish(self, verdict: lines.Verdict) -> None:
+        """Show how the job ended; write the summary if its coordinator has not."""
+        if self._supervisor.verdict is None:
             stages = self._supervisor.stages
             if problem := summary_problem(self._run_dir, verdict, stages, self._options.best):
                 self._show(lines.Warned(problem))
         self._show(verdict)
-        return verdict
 
     @property
     def has_begun(self) -> bool:
@@ -324,9 +326,12 @@ def run(prepared: PreparedRun, view: Style, agents: Sequence[RemoteAgent]) -> in
         prepared.undo.close()
         raise
     verdict = launch.run()
-    with suppress(OSError):  # no process completes them any more, and they may be large
-        prepared.run_dir.checkpoints.remove_leftovers()
-    prepared.close(verdict, began=launch.has_begun)
+    # The job has ended: an interrupt changes nothing. A second one ends a wait for the terminal.
+    with suppress(KeyboardInterrupt), deferred_interrupt(_INTERRUPTS):
+        launch.finish(verdict)
+        with suppress(OSError):  # no process completes them any more, and they may be large
+            prepared.run_dir.checkpoints.remove_leftovers()
+        prepared.close(verdict, began=launch.has_begun)
     return verdict.exit_status
 
 

@@ -1,12 +1,15 @@
-"""The times at which an interrupt takes effect in a process of the user's."""
+"""The times at which an interrupt takes effect in a process of the user's, and in the launcher."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from launcher import local
 from pipeworker.host.signals import (
     deferred_interrupt,
     handle_before_job,
@@ -91,3 +94,28 @@ def test_signals_are_handled_before_a_job_unless_they_are_already() -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_interrupt_after_the_verdict_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """A second one does not wait for the terminal, and leaves out what follows."""
+    performed: list[str] = []
+
+    def finish(verdict: Any) -> None:
+        performed.append("show")
+        for _ in range(times):
+            interrupt()
+
+    verdict = SimpleNamespace(exit_status=0)
+    launch = SimpleNamespace(run=lambda: verdict, finish=finish, has_begun=True)
+    checkpoints = SimpleNamespace(remove_leftovers=lambda: performed.append("remove"))
+    prepared: Any = SimpleNamespace(
+        run_dir=SimpleNamespace(checkpoints=checkpoints),
+        close=lambda *_, **__: performed.append("close"),
+    )
+    view: Any = None
+    monkeypatch.setattr(local, "Launch", lambda *_: launch)
+    assert local.run(prepared, view, ()) == 0
+    assert performed == ["show", "remove", "close"][: 3 if times == 1 else 1]
