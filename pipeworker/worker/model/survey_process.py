@@ -22,8 +22,8 @@ from pipeworker.job.options import Options
 from pipeworker.worker import stray_children
 from pipeworker.worker.internals import preload
 from pipeworker.worker.model.classes import classes_of
-from pipeworker.worker.model.model import Model
-from pipeworker.worker.model.survey import Found, Survey
+from pipeworker.worker.model.model import Model, shared_buffers
+from pipeworker.worker.model.survey import Found, Survey, mentions_skips
 from pipeworker.worker.profile.counts import counting
 from pipeworker.worker.profile.outline import Drawing
 from pipeworker.worker.signals import handle_signals
@@ -134,5 +134,7 @@ def _survey(path: Path, text: Any, connection: Connection) -> Found:
         return survey.on_fakes(value)
     problems: list[str] = []
     count = counting(job, options, problems) if options.no_profile else None
-    found = survey.on_fakes(value, Drawing(types, surroundings, ties, count))
+    calls_all = mentions_skips(job_file.modules()) or bool(shared_buffers(model.entries))
+    drawing = Drawing(types, surroundings, ties, count, calls_all=calls_all)
+    found = survey.on_fakes(value, drawing)
     return {**found, "uncounted": problems[0]} if problems else found

@@ -39,6 +39,8 @@ class Drawing:
         examine: called once for each kind.
         reuses: whether a layer that is like an earlier one is not called: on fake tensors its
             output is that of the earlier one.
+        calls_all: whether such a layer is called all the same: what it stashes, and which buffers
+            it changes, may depend on its name or its number, and alike layers differ in these.
         last: the output of the last layer called, without its graph.
         output: its packed signature.
     """
@@ -48,6 +50,7 @@ class Drawing:
     ties: Sequence[Tie] = ()
     examine: Examine | None = None
     reuses: bool = True
+    calls_all: bool = False
     table: Recorder = field(default_factory=Recorder, init=False)
     last: Any = None
     output: bytes = b""
@@ -93,7 +96,7 @@ class Drawing:
             if self.table.events:
                 popped = self._signature(list(self.table.popped.values()))
                 found = digest(found, popped.pack(), len(self.table.events))
-            elif self.reuses and not is_part:
+            elif self.reuses and not self.calls_all and not is_part:
                 self._outputs[found] = output
             if found not in self._numbers:
                 self._numbers[found] = len(self._kinds)

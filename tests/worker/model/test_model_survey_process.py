@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
+from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from pipeworker.job.options import Options
+from pipeworker.worker.model import survey_process
 from support.processes.fork_threads import FILE
 from support.processes.interpreter import PRELOAD
 from support.real_jobs.jobs import Jobs
@@ -126,3 +132,72 @@ def test_a_survey_returns_what_it_found_or_its_error(
     stdout, stderr = jobs.python("-c", SURVEYED, str(path), value, limit).communicate(timeout=90)
     assert found in stdout, stderr
     assert "hidden" not in stdout
+
+
+ALIKE = """
+import pipeworker
+import torch
+from torch import nn
+from base import data, loss, optimizer
+
+class Block(nn.Module):
+    def __init__(self, save_name=None):
+        super().__init__()
+        self.linear, self.save_name = nn.Linear(8, 8), save_name
+
+    def forward(self, x):
+        if self.save_name:
+            pipeworker.stash(self.save_name, x)
+        return self.linear(x)
+
+class Add(nn.Module):
+    def forward(self, x):
+        return x + pipeworker.pop("a")
+
+def model():
+    return nn.Sequential(nn.Linear(8, 8), Block(), Block("a"), Add())
+"""
+NORMS = """
+from torch import nn
+from base import data, loss, optimizer
+
+def model():
+    one, other = (nn.BatchNorm1d(8, affine=False) for _ in range(2))
+    return nn.Sequential(nn.Linear(8, 8), one, nn.Linear(8, 8), other, nn.Linear(8, 8), other)
+"""
+BASE = """
+import torch
+
+def loss(output, target):
+    return output.sum()
+
+def optimizer(params):
+    return torch.optim.SGD(params, lr=0.1)
+
+def data():
+    yield torch.ones(2, 8), torch.zeros(2)
+"""
+
+
+def surveyed_here(folder: Path, job: str) -> dict[str, Any]:
+    """Return what a survey finds that draws the outline too, in this process."""
+    (folder / "base.py").write_text(BASE)
+    path = folder / "job.py"
+    path.write_text(job)
+    here, there = Pipe()
+    for message in (b"surroundings", pickle.dumps(torch.ones(2, 8))):
+        here.send_bytes(message)
+    options = Options(str(path), stages=2, microbatches=2)
+    found: dict[str, Any] = survey_process._survey(path, options.to_json(), there)
+    assert "outline" in found, found
+    return found
+
+
+def test_a_layer_that_stashes_may_be_like_one_that_does_not(tmp_path: Path) -> None:
+    found = surveyed_here(tmp_path, ALIKE)
+    assert found["events"] == [[], [], [("stash", "a")], [("pop", "a")]]
+
+
+def test_a_shared_buffer_may_be_in_a_layer_that_is_like_an_earlier_one(tmp_path: Path) -> None:
+    changing = surveyed_here(tmp_path, NORMS)["changing"]
+    assert [bool(names) for names in changing] == [False, True, False, True, False, True]
