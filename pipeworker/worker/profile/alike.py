@@ -15,8 +15,10 @@ import platform
 import re
 import sys
 from collections.abc import Iterable
-from functools import cache
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -117,15 +119,30 @@ def _attributes(module: nn.Module) -> list[tuple[str, str]]:
 
 
 def _plain(value: Any) -> str:
-    """Return a plain value, or a function's name, as text; "" for anything else."""
+    """Return a plain value, or what a function does, as text; "" for anything else."""
     if isinstance(value, _PLAIN):
         return repr(value)
+    if isinstance(value, partial):
+        return f"partial {[_plain(part) for part in (value.func, value.args, value.keywords)]}"
+    if isinstance(value, dict):
+        value = tuple(value.items())
     if isinstance(value, (list, tuple)) and len(value) <= _MOST_ITEMS:
         items = [_plain(item) for item in value]
         return f"[{', '.join(items)}]" if all(items) else ""
     if inspect.isroutine(value) or isinstance(value, type):
-        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+        name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+        code = getattr(value, "__code__", None)
+        return f"{name} {_operations(value, code)}" if isinstance(code, CodeType) else name
     return ""
+
+
+def _operations(function: Any, code: CodeType) -> list[Any]:
+    """Return the operations of a function and their numbers: all lambdas have one name."""
+    numbers = [*code.co_consts, *(function.__defaults__ or ())]
+    with suppress(ValueError):  # a variable that is not assigned yet
+        numbers += [cell.cell_contents for cell in function.__closure__ or ()]
+    plain = [repr(number) for number in numbers if isinstance(number, _PLAIN)]
+    return [code.co_code, code.co_names, *plain]
 
 
 def _code_of(layer: nn.Module) -> list[str]:

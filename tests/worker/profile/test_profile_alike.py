@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +69,29 @@ def test_settings_of_torchs_own_modules_count() -> None:
     assert alike.key_of(nn.Dropout(0.1)) != alike.key_of(nn.Dropout(0.2))
     one, other = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3, stride=2)
     assert alike.key_of(one) != alike.key_of(other)
+
+
+def scaled(factor: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: nn.functional.interpolate(x, scale_factor=factor)
+
+
+@pytest.mark.parametrize(
+    "functions",
+    [
+        [partial(nn.functional.interpolate, scale_factor=factor) for factor in (2, 4)],
+        [scaled(2), scaled(4)],
+        [lambda x: x[:1], lambda x: x[:2]],
+        [lambda x: x.sin(), lambda x: x.exp()],
+        [lambda x, n=n: x[:n] for n in (1, 2)],
+        [{"scale_factor": 2}, {"scale_factor": 4}],
+    ],
+)
+def test_layers_that_call_other_functions_are_unlike(functions: list[Any]) -> None:
+    one, again, other = (
+        changed(lambda b, f=f: setattr(b, "function", f))  # type: ignore[misc]
+        for f in (functions[0], functions[0], functions[1])
+    )
+    assert alike.key_of(one) == alike.key_of(again) != alike.key_of(other)
 
 
 def test_the_surroundings_have_code_device_and_options() -> None:
