@@ -84,6 +84,7 @@ def surroundings(options: Options, device: torch.device, sources: Iterable[Any])
         options.compile,
         options.deterministic,
         options.deferred_batch_norm,
+        sys.argv[1:],  # they may choose the optimizer, whose state counts
         sorted(sources),
     )
 

@@ -94,7 +94,10 @@ def test_layers_that_call_other_functions_are_unlike(functions: list[Any]) -> No
     assert alike.key_of(one) == alike.key_of(again) != alike.key_of(other)
 
 
-def test_the_surroundings_have_code_device_and_options() -> None:
+def test_the_surroundings_have_code_device_options_and_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["job.py"])
     options = Options("job.py", 2, 8)
     sources = [("job.py", "abc")]
     found = alike.surroundings(options, CPU, sources)
@@ -105,4 +108,6 @@ def test_the_surroundings_have_code_device_and_options() -> None:
         alike.surroundings(Options("job.py", 2, 8, precision="bf16"), CPU, sources),
         alike.surroundings(Options("job.py", 2, 8, compile=True), CPU, sources),
     ]
-    assert len({found, *others}) == 5
+    monkeypatch.setattr("sys.argv", ["job.py", "--adam"])
+    others.append(alike.surroundings(options, CPU, sources))
+    assert len({found, *others}) == 6
