@@ -75,6 +75,21 @@ PRIVATE = {
     *("_pytree", "_dynamo", "_subclasses", "_functorch", "_unsafe_view", "_backward_hooks"),
 }
 """Private names of torch, as attributes of anything but ``self``."""
+MAKERS = {
+    *(
+        "empty",
+        "zeros",
+        "ones",
+        "full",
+        "arange",
+        "tensor",
+        "as_tensor",
+        "asarray",
+        "scalar_tensor",
+    ),
+    *("rand", "randn", "randint", "randperm", "normal", "eye", "linspace", "empty_strided"),
+}
+"""Functions of torch whose tensors are on the default device, which a job file may set."""
 INTERNALS = "pipeworker.worker.internals"
 """The one module that uses them."""
 
@@ -264,3 +279,23 @@ def test_no_test_module_imports_another() -> None:
     assert line.match("import test_resume as resume")
     found = {path.name: line.findall(path.read_text("utf-8")) for path in TESTS.rglob("*.py")}
     assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_no_tensor_is_made_on_the_default_device() -> None:
+    calls = [
+        (module, node)
+        for module in MODULES
+        if not module.startswith("launcher.templates.")  # job files
+        for node in ast.walk(tree_of(module))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+    made = {
+        f"{module}: {ast.unparse(node)}"
+        for module, node in calls
+        if isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == "torch"
+        and node.func.attr in MAKERS
+        and not any(word.arg in ("device", None) for word in node.keywords)
+        and module != "pipeworker.worker.torch_check"  # it runs before a job file is loaded
+    }
+    assert not made

@@ -182,3 +182,31 @@ def test_a_class_that_is_registered_too_late_is_named(jobs: Jobs) -> None:
     assert run.status == 1
     assert "Wrap.forward.<locals>.Late cannot pass from one stage to the next" in run.stderr
     assert "Define it at the top of the job file" in run.stderr
+
+
+META = """
+    import torch
+    from torch import nn
+
+    def model():
+        with torch.device("cpu"):
+            return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    def loss(output, target):
+        return nn.functional.cross_entropy(output, target, reduction="sum"), len(target)
+
+    def optimizer(params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    BATCHES = [(torch.ones(8, 8), torch.arange(8) % 3)] * 2
+
+    def data():
+        yield from BATCHES
+"""
+
+
+def test_a_default_device_is_for_the_jobs_own_tensors(jobs: Jobs) -> None:
+    words = ("--stages", "2", "--replicas", "2", "--microbatches", "4")
+    reference = jobs.train(*words, source=META)
+    chosen = META.replace("def data", 'torch.set_default_device("meta")\n\n    def data')
+    assert_same(jobs.train(*words, source=chosen), reference)

@@ -292,7 +292,7 @@ class _ProcessStreams:
 
 
 def _shared(*shape: int) -> torch.Tensor:
-    zeros: Any = torch.zeros(shape, dtype=torch.uint8)
+    zeros: Any = torch.zeros(shape, dtype=torch.uint8, device="cpu")
     shared: torch.Tensor = zeros.share_memory_()
     return shared
 

@@ -72,8 +72,8 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, found: Any) -> torch.Tensor:
         tensor, number, dtype, place, requires_grad = found
         if tensor not in self._tensors:
-            made = torch.empty(0, dtype=dtype).set_(self.storages[number], *place).data
-            self._tensors[tensor] = made.requires_grad_(requires_grad)
+            made = torch.empty(0, dtype=dtype, device="cpu").set_(self.storages[number], *place)
+            self._tensors[tensor] = made.data.requires_grad_(requires_grad)
         return self._tensors[tensor]
 
 
@@ -180,13 +180,13 @@ def _unpack(data: bytearray | mmap.mmap) -> Any:
 def _storage(data: bytearray | mmap.mmap, start: int, size: int) -> torch.UntypedStorage:
     """Return the storage at a place, at an aligned address."""
     if not size:
-        return torch.empty(0, dtype=torch.uint8).untyped_storage()
+        return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
     found = torch.frombuffer(data, dtype=torch.uint8, offset=start, count=size)
     return (found.clone() if isinstance(data, bytearray) else found).untyped_storage()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Any:
-    whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+    whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
     return whole.numpy().data
 
 

@@ -173,7 +173,7 @@ class Accelerator:
 
         After the last reference is gone, its memory is reused once pending copies are done.
         """
-        return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(count, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def pin(self, address: int, size: int) -> Callable[[], None] | None:
         """Pin memory of the host; return a function that unpins it, or None if that fails."""

@@ -93,7 +93,7 @@ def _counted(layer: nn.Module, call: LayerCall, settings: Settings) -> LayerFact
 
 def _ratios(job: JobFile) -> tuple[float, float]:
     """Return bytes for each byte of a gradient: the optimizer's state, and what a step takes."""
-    parameter = nn.Parameter(torch.zeros(_SAMPLE))
+    parameter = nn.Parameter(torch.zeros(_SAMPLE, device="cpu"))
     layer = nn.Module()
     layer.weight = parameter
     parameter.grad = torch.zeros_like(parameter)

@@ -81,8 +81,10 @@ class TensorSignature(msgspec.Struct, frozen=True, array_like=True):
         generator = torch.Generator().manual_seed(_SEED)
         if dtype.is_floating_point or dtype.is_complex:
             kind = torch.complex64 if dtype.is_complex else torch.float32
-            return torch.randn(count, dtype=kind, generator=generator).to(device, dtype)
-        span = torch.randint(self.low, self.high + 1, (count,), generator=generator)
+            return torch.randn(count, dtype=kind, device="cpu", generator=generator).to(
+                device, dtype
+            )
+        span = torch.randint(self.low, self.high + 1, (count,), device="cpu", generator=generator)
         return span.to(device, dtype)
 
 

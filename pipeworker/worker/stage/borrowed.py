@@ -64,7 +64,7 @@ class Borrowing:
                     "the job file has switched gradients off (torch.set_grad_enabled(False)); use "
                     "torch.no_grad() where none are needed"
                 )
-            begin = sequence_of(torch.ones((), requires_grad=True).clone().grad_fn)
+            begin = sequence_of(torch.ones((), device="cpu", requires_grad=True).clone().grad_fn)
             before = {tensor.grad_fn for tensor in distinct_tensors(args)}
             output = call(*args)
             given = distinct_tensors(args)  # a layer may return a parameter of its own

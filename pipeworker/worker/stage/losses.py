@@ -31,7 +31,11 @@ def record(mb: MicroBatch, loss: Any) -> torch.Tensor:
     mb.loss = root.detach()
     # A float32 would round a float.
     dtype = torch.float64 if isinstance(count, float) else None
-    mb.count = None if count is None else torch.as_tensor(count, dtype=dtype)
+    mb.count = (
+        None
+        if count is None
+        else torch.as_tensor(count, dtype=dtype, device=getattr(count, "device", "cpu"))
+    )
     return root
 
 

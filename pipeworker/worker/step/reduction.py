@@ -110,10 +110,14 @@ class Reduction:
             return
         present = self._gradients.begin() if self._reduces_gradients else []
         self._flags = [*present, *self._buffers.changes(), True]
-        flags = torch.tensor(self._flags, dtype=torch.uint8)
+        flags = torch.tensor(self._flags, dtype=torch.uint8, device="cpu")
         weights = [*self._layers.parameters()] if self._compares else []
         self._checksum = sum(checksums(weights)) % (1 << 63)
-        frame = [flags, torch.tensor([self._checksum]), *self._stage.deferred.moments()]
+        frame = [
+            flags,
+            torch.tensor([self._checksum], device="cpu"),
+            *self._stage.deferred.moments(),
+        ]
         for goal, sender in self._senders.items():
             sender.send(_FLAGS, frame)
             for number, piece in enumerate(self._parts[goal], 1):
@@ -197,7 +201,7 @@ class Reduction:
         """
         for sender in self._senders.values():
             sender.begin(None)
-            sender.send(0, torch.tensor([own_files is not None], dtype=torch.uint8))
+            sender.send(0, torch.tensor([own_files is not None], dtype=torch.uint8, device="cpu"))
         has_state = {self._replica: own_files is not None}
         for origin, receiver in self._receivers.items():
             receiver.begin(None, ())
@@ -328,4 +332,4 @@ class _Buffers:
 def _get(slot: _Slot) -> torch.Tensor:
     module, name = slot
     found = buffers_of(module).get(name)
-    return torch.empty(0) if found is None else found
+    return torch.empty(0, device="cpu") if found is None else found

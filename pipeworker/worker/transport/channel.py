@@ -198,7 +198,7 @@ class Sender(_End):
         if expected is not None:
             self._surprised = True
             # These complete the receives that are posted for the expected frame.
-            fillers = [torch.zeros(t.packed, dtype=t.dtype) for t in expected.tensors]
+            fillers = [torch.zeros(t.packed, dtype=t.dtype, device="cpu") for t in expected.tensors]
             messages += [(EXPECTED, filler) for filler in fillers]
         self._known.learn(self._signature, number, frame)
         return messages + [(DESCRIBED, tensor) for tensor in tensors]

@@ -167,7 +167,7 @@ def _meet(views: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]) 
         for _, offset, shape, stride in views
     ]
     first = min(offset for _, offset, *_ in views)
-    seen = torch.zeros(max(0, *ends) + 1 - first, dtype=torch.bool)
+    seen = torch.zeros(max(0, *ends) + 1 - first, dtype=torch.bool, device="cpu")
     for _, offset, shape, stride in views:
         elements = seen.as_strided(shape, stride, offset - first)
         if elements.any():

@@ -77,7 +77,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         shape, strides = tuple(tensor.shape), tensor.stride()
         if not is_fake(tensor) or not tensor.numel():
-            return tensor if not is_fake(tensor) else torch.empty(shape)
+            return tensor if not is_fake(tensor) else torch.empty(shape, device="cpu")
         # A kernel may draw another count of numbers for a tensor that is not contiguous.
         count = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
         if count * tensor.itemsize > len(self._space):
@@ -202,7 +202,7 @@ def copies_of_hollow(module: nn.Module, *, real: bool) -> dict[int, Any]:
         if not real:
             return hollow_parameter(parameter)
         with without_fake_modes():
-            value = torch.full(tuple(parameter.shape), 0.01).to(parameter.dtype)
+            value = torch.full(tuple(parameter.shape), 0.01, device="cpu").to(parameter.dtype)
             return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
     return {id(p): copied(p) for p in module.parameters() if is_fake(p)}

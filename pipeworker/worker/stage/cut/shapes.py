@@ -160,6 +160,6 @@ def _numbers_like(tensor: torch.Tensor) -> torch.Tensor:
     shape = tuple(tensor.shape)
     with without_fake_modes():
         if not tensor.dtype.is_floating_point:
-            return torch.zeros(shape, dtype=tensor.dtype)
-        value = torch.randn(shape).mul_(0.02).to(tensor.dtype)
+            return torch.zeros(shape, dtype=tensor.dtype, device="cpu")
+        value = torch.randn(shape, device="cpu").mul_(0.02).to(tensor.dtype)
         return value.requires_grad_(tensor.requires_grad)

@@ -156,7 +156,7 @@ class OneLane:
         return self
 
     def allocate(self, count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=torch.uint8)
+        return torch.empty(count, dtype=torch.uint8, device="cpu")
 
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
         raise AssertionError(f"a {type(self).__name__} does not send")
