@@ -36,7 +36,7 @@ _PLACES = re.compile(
 """Names of attributes that tell where a layer is, or how it is called."""
 _MODULE = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
-_MOST_ITEMS = 64
+_MOST_ITEMS, _MOST_LEVELS = 64, 8
 """Items of a container whose attribute is part of a key."""
 _OTHERS = ("torch", "builtins", "pipeworker")
 _SIZE = 16
@@ -119,16 +119,17 @@ def _attributes(module: nn.Module) -> list[tuple[str, str]]:
     return found
 
 
-def _plain(value: Any) -> str:
+def _plain(value: Any, levels: int = _MOST_LEVELS) -> str:
     """Return a plain value, or what a function does, as text; "" for anything else."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, partial):
-        return f"partial {[_plain(part) for part in (value.func, value.args, value.keywords)]}"
+        parts = (value.func, value.args, value.keywords)
+        return f"partial {[_plain(part, levels - 1) for part in parts]}"
     if isinstance(value, dict):
         value = tuple(value.items())
-    if isinstance(value, (list, tuple)) and len(value) <= _MOST_ITEMS:
-        items = [_plain(item) for item in value]
+    if isinstance(value, (list, tuple)) and len(value) <= _MOST_ITEMS and levels > 0:
+        items = [_plain(item, levels - 1) for item in value]
         return f"[{', '.join(items)}]" if all(items) else ""
     if inspect.isroutine(value) or isinstance(value, type):
         name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"

@@ -94,6 +94,12 @@ def test_layers_that_call_other_functions_are_unlike(functions: list[Any]) -> No
     assert alike.key_of(one) == alike.key_of(again) != alike.key_of(other)
 
 
+def test_a_list_may_contain_itself() -> None:
+    items: list[Any] = [1]
+    items.append(items)
+    assert alike.key_of(changed(lambda b: setattr(b, "items", items)))
+
+
 def test_the_surroundings_have_code_device_options_and_arguments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
