@@ -139,6 +139,18 @@ def test_neighbours(tmp_path: Path, name: str, line: str) -> None:
     assert job.scheduler(None) == 5
 
 
+@pytest.mark.parametrize("line", ["import beside_target", "from . import beside_target"])
+def test_neighbours_of_the_target_of_a_link(tmp_path: Path, line: str) -> None:
+    link, folder = tmp_path / "near/job.py", tmp_path / "far"
+    for one in (link.parent, folder):
+        one.mkdir()
+    (folder / "beside_target.py").write_text("VALUE = 5\n")
+    link.symlink_to(write(folder, more=f"{line}\n"))
+    load(link)
+    found = dict(job_file.source_digests(link, job_file.modules()))
+    assert [*found] == ["job.py", "beside_target.py"]
+
+
 @pytest.mark.parametrize("name", ["cli", "plan", "worker", "launcher", "job", "wire"])
 @pytest.mark.parametrize("package", [True, False])
 def test_neighbours_named_like_our_modules_are_the_users(
