@@ -38,18 +38,20 @@ _HALVINGS = 30
 def search_balance(divisions: Divisions, nodes: int = _NODES) -> Judged:
     """Return the best balance found, which exceeds the memory if none was found that fits.
 
-    The search evaluates at most so many `nodes` of graphs of steps.
+    It is the even one if none is better. The search evaluates at most so many `nodes` of graphs of
+    steps.
     """
     search = _Search(divisions, nodes)
     seeds = [divisions.even, *slowest_first(divisions)]
     judged = sorted(map(search.judge, dict.fromkeys(seeds)))
     possible = comb(len(divisions.cuts), divisions.stages - 1)
     if possible <= _ALL and possible * divisions.nodes <= nodes:
-        return search.all(judged[0])
-    found = min(map(search.improve, judged))
-    if found.excess and (fitting := _any_fitting(divisions)):
-        found = search.improve(search.judge(fitting))
-    return found
+        found = search.all(judged[0])
+    else:
+        found = min(map(search.improve, judged))
+        if found.excess and (fitting := _any_fitting(divisions)):
+            found = search.improve(search.judge(fitting))
+    return min(search.judge(divisions.even), found, key=lambda one: one[:3])
 
 
 _Steps = tuple[tuple[str, ...], tuple[int, ...]]

@@ -116,6 +116,17 @@ def test_a_heavy_layer_gets_a_stage_of_its_own() -> None:
     assert found.balance == (3, 1, 2)
 
 
+@pytest.mark.parametrize("most", [2000, 0])
+def test_stages_are_even_unless_another_balance_is_better(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(balances, "_ALL", most)
+    facts = network([layer(), layer(0, 0), layer(0, 0), layer()])
+    plan = plan_order(facts, resolve("gpipe"), Placement.identity(2), 4)
+    assert plan.balance == (2, 2)
+    assert plan.why == ("even stages: no other balance makes a step shorter",)
+
+
 def test_a_slow_worker_gets_fewer_layers() -> None:
     facts = replace(network([layer()] * 9), speeds=(2.0, 1.0))
     found = search_balance(Divisions(facts, resolve("gpipe"), Placement.identity(2), 16))
@@ -219,7 +230,7 @@ def test_a_plan_says_what_it_gains_over_even_stages() -> None:
     facts = network([layer(), layer(), layer(), layer(10, 20), layer(), layer()])
     plan = plan_order(facts, resolve("gpipe"), Placement.identity(3), 16)
     assert plan.why == ("balance: a step takes 8% less time than with even stages",)
-    facts = network([layer(), layer(), layer(), layer(1.001, 2.002)])
+    facts = network([layer(1.001, 2.002), layer(), layer(), layer()])
     plan = plan_order(facts, resolve("gpipe"), Placement.identity(3), 16)
     assert plan.why == ("balance: a step takes less than 1% less time than with even stages",)
 
