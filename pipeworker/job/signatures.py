@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -39,15 +40,33 @@ def pattern(name: str) -> str:
 def with_start(data: Callable[..., Any]) -> Callable[[int], Any] | None:
     """Return `data` as a function of the mini-batches to skip; None if it is called without.
 
-    It takes their number in a parameter ``start``, or in the only one that it requires.
+    It takes their number in a parameter ``start``, or in the only one that it requires. A ``start``
+    that ``functools.partial`` has set, or whose default is another number than 0, means the place
+    in a data set.
     """
     found = signature(data)
     parameter = found.parameters.get("start") if found else None
     if found is None or (parameter is not None and parameter.kind in _ANY_NUMBER):
         return None
+    if parameter is not None and _has_own_value(data, parameter):
+        parameter = None
     if parameter is not None and parameter.kind is not parameter.POSITIONAL_ONLY:
         return (lambda start: data(start=start)) if _binds(found, start=0) else None
     return data if not _binds(found) and _binds(found, 0) and not isinstance(data, type) else None
+
+
+def _is_set(function: Callable[..., Any], name: str) -> bool:
+    """Return whether ``functools.partial`` has set a parameter of a function."""
+    return isinstance(function, partial) and name in function.keywords
+
+
+def _has_own_value(data: Callable[..., Any], parameter: inspect.Parameter) -> bool:
+    if _is_set(data, parameter.name):
+        return True
+    default = parameter.default
+    if default is parameter.empty or default is None:
+        return False
+    return type(default) is not int or default != 0
 
 
 def _binds(found: inspect.Signature, *positional: Any, **named: Any) -> bool:
@@ -93,10 +112,11 @@ def takes_steps(scheduler: Any) -> bool:
     """Return whether a ``scheduler`` is called with the number of steps as well.
 
     It has an argument of the name ``steps``, or is a function that requires a second argument. One
-    that has a default value of its own is not the number of steps, whatever it is.
+    that has a default value of its own is not the number of steps, whatever it is, nor is one that
+    ``functools.partial`` has set.
     """
     found = signature(scheduler)
-    if found is None:
+    if found is None or _is_set(scheduler, "steps"):
         return False
     if "steps" in list(found.parameters)[1:]:
         return True

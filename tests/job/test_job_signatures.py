@@ -16,6 +16,8 @@ from pipeworker.job import file as job_file
 from pipeworker.job import signatures
 from pipeworker.job.options import Options
 
+TENSOR = torch.ones(2)
+
 
 class Unknown:
     """A callable whose signature cannot be read."""
@@ -130,6 +132,13 @@ def test_callables_that_fit_or_have_no_signature_are_accepted(name: str, value: 
         (lambda count: count, 3),
         (lambda path="", start=0: (path, start), ("", 3)),
         (lambda count=2: count, None),
+        (lambda start=None: start, 3),
+        (lambda start=1000: start, None),
+        (lambda start="2020": start, None),
+        (lambda start=TENSOR: start, None),
+        (lambda skipped, start=1000: (skipped, start), (3, 1000)),
+        (functools.partial(lambda start, stop: (start, stop), start=0, stop=9), None),
+        (functools.partial(lambda start=0, stop=0: (start, stop), stop=9), (3, 9)),
         (lambda **start: start, None),
         (lambda a, start: start, None),
         (functools.partial(lambda path, start: path, "path"), "path"),
@@ -157,6 +166,8 @@ class Warmup(torch.optim.lr_scheduler.LRScheduler):
         (lambda optimizer, warmup=3, steps=0: (optimizer, warmup, steps), ("o", 3, 9)),
         (lambda optimizer, warmup=3: (optimizer, warmup), ("o", 3)),
         (lambda *all: all, ("o",)),
+        (functools.partial(lambda optimizer, steps: (optimizer, steps), steps=5), ("o", 5)),
+        (functools.partial(lambda optimizer, steps, n: (optimizer, steps), n=5), ("o", 9)),
     ],
 )
 def test_a_scheduler_gets_the_number_of_steps_if_it_asks_for_it(
