@@ -281,12 +281,14 @@ _INSTEAD = {
 def is_sequence(model: Any) -> bool:
     """Return whether a model is a sequence of layers.
 
-    An ``nn.Sequential`` with parameters or buffers of its own is more: it is cut as any other
-    module, because no layer would have these.
+    An ``nn.Sequential`` with parameters or buffers of its own, or with another forward, also one
+    that was assigned to the object, is more: it is cut as any other module, because no layer would
+    have these.
     """
     if isinstance(model, nn.Sequential):
         own = [*model.parameters(recurse=False), *model.buffers(recurse=False)]
-        return type(model).forward is nn.Sequential.forward and not own
+        forward = vars(model).get("forward", type(model).forward)
+        return forward is nn.Sequential.forward and not own
     return not isinstance(model, nn.Module) or isinstance(model, (nn.ModuleList, nn.ModuleDict))
 
 

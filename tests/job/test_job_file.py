@@ -226,6 +226,13 @@ def test_a_model_that_is_no_sequence_of_layers(model: Any, message: str) -> None
         job_file.entries(job(model))
 
 
+def test_a_sequential_whose_forward_was_replaced_is_no_sequence() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    assert job_file.is_sequence(model)
+    model.forward = lambda x: 2 * x  # type: ignore[method-assign]
+    assert not job_file.is_sequence(model)
+
+
 def test_a_module_with_a_forward_of_its_own_is_cut() -> None:
     layers: dict[str, nn.Module] = {"one": nn.ReLU()}
     for model in (Own(nn.ReLU()), nn.Linear(1, 1)):
