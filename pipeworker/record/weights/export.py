@@ -6,7 +6,7 @@ import os
 import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from pipeworker.errors import UsageError, reading
 from pipeworker.job.option_parsing import UNITS
 from pipeworker.record.checkpoint.checkpoint import Adapters, Checkpoint, damaged
+from pipeworker.record.checkpoint.folder import held
 from pipeworker.record.checkpoint.json_state import Tensors
 from pipeworker.record.checkpoint.manifest import WEIGHTS_INDEX, weights_index
 from pipeworker.record.checkpoint.tensor_file import TensorFile, file_layout, raw_bytes, supports
@@ -96,34 +97,36 @@ def export_weights(
             f"--adapters and {other}: a folder of peft has one file of its own weights"
         )
     most = shard_bytes(DEFAULT_SHARD_SIZE if shard_size is None else shard_size)
-    with reading(source):
-        checkpoint = _open(source, path, best=best)
-        weights, peft = checkpoint.weights(), checkpoint.adapters()
-        extra = _extra(checkpoint, weights) if path.suffix in _PICKLED else {}
-    others: Callable[[Path], list[Path]] = lambda _: []  # noqa: E731
-    if pattern is not None:
-        weights, others = like(weights, pattern), partial(copy_files, pattern)
-    if adapters:
-        peft = _checked(peft, weights, source)
-        weights = {theirs: weights[own] for own, theirs in peft.names.items()}
-        others = partial(_write_config, peft.config)
-    cast = _Cast(DTYPES[dtype] if dtype else None)
-    files = 1
-    try:
-        if folder:
-            sizes = {name: t.numel() * cast.dtype_of(t).itemsize for name, t in weights.items()}
-            parts = [sizes] if adapters else split_files(sizes, most)
-            files = len(parts)
-            file_list = [WEIGHTS] if adapters else file_names(files)
-            _write_folder(weights, path, cast, dict(zip(file_list, parts, strict=True)), others)
-        else:
-            _write_file(weights, extra, path, cast)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise UsageError(f"{out}: cannot be written: {_reason(error)}") from None
-    infinite = tuple(dict.fromkeys(cast.infinite))
-    leaves_adapters = peft is not None and folder and not adapters
-    step = checkpoint.manifest.step
-    return Exported(len(weights), files, folder, infinite, leaves_adapters, step)
+    with ExitStack() as stack:
+        with reading(source):
+            checkpoint = _open(source, path, best=best)
+            stack.enter_context(held(checkpoint.path))
+            weights, peft = checkpoint.weights(), checkpoint.adapters()
+            extra = _extra(checkpoint, weights) if not folder and path.suffix in _PICKLED else {}
+        others: Callable[[Path], list[Path]] = lambda _: []  # noqa: E731
+        if pattern is not None:
+            weights, others = like(weights, pattern), partial(copy_files, pattern)
+        if adapters:
+            peft = _checked(peft, weights, source)
+            weights = {theirs: weights[own] for own, theirs in peft.names.items()}
+            others = partial(_write_config, peft.config)
+        cast = _Cast(DTYPES[dtype] if dtype else None)
+        files = 1
+        try:
+            if folder:
+                sizes = {name: t.numel() * cast.dtype_of(t).itemsize for name, t in weights.items()}
+                parts = [sizes] if adapters else split_files(sizes, most)
+                files = len(parts)
+                file_list = [WEIGHTS] if adapters else file_names(files)
+                _write_folder(weights, path, cast, dict(zip(file_list, parts, strict=True)), others)
+            else:
+                _write_file(weights, extra, path, cast)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise UsageError(f"{out}: cannot be written: {_reason(error)}") from None
+        infinite = tuple(dict.fromkeys(cast.infinite))
+        leaves_adapters = peft is not None and folder and not adapters
+        step = checkpoint.manifest.step
+        return Exported(len(weights), files, folder, infinite, leaves_adapters, step)
 
 
 def _check_output(path: Path, out: str) -> bool:

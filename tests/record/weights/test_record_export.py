@@ -17,6 +17,7 @@ from torch import nn
 from pipeworker.errors import UsageError
 from pipeworker.plan.placement import Placement
 from pipeworker.record import rundir
+from pipeworker.record.checkpoint.folder import remove_unless_held
 from pipeworker.record.weights.export import export_weights
 from support.in_process.exports import model, opened, read, save
 
@@ -100,6 +101,21 @@ def test_the_last_complete_checkpoint_is_found(tmp_path: Path) -> None:
     assert rundir.find_checkpoint(tmp_path).name == "step-00000010"
     early = tmp_path / "checkpoints" / "step-00000002"
     assert rundir.find_checkpoint(early) == early
+
+
+def test_a_run_keeps_the_checkpoint_that_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = save(model(), (5,), tmp_path / "run")
+    removed = []
+
+    def write(*_: object) -> None:
+        removed.append(remove_unless_held(checkpoint))
+
+    monkeypatch.setattr("pipeworker.record.weights.export._write_file", write)
+    export_weights(tmp_path / "run", tmp_path / "out.pt")
+    assert removed == [False]
+    assert remove_unless_held(checkpoint)
 
 
 @pytest.mark.parametrize("make", [True, False])
