@@ -17,7 +17,7 @@ from pipeworker.plan.planner.choices import PlanRequest, plan_request
 from pipeworker.plan.planner.costs import LayerCosts, Range, speeds
 from pipeworker.plan.simulate import Costs
 from pipeworker.plan.text import is_text
-from pipeworker.trace.causes import DATA, FILL_DRAIN, Breakdown
+from pipeworker.trace.causes import DATA, FILL_DRAIN, RECOVERY, Breakdown
 
 LEAST = 1.02
 """The least gain that is worth a change."""
@@ -94,12 +94,14 @@ def advise(
         mini_batches: the number of mini-batches that it went to.
         known: whether it is known how the layers share a stage's seconds.
     """
-    took = found.seconds / max(1, mini_batches)
+    # What a recovery or a suspension took is no part of a step.
+    seconds = found.seconds - found.suspended - found.workers[0].idle[RECOVERY]
+    took = seconds / max(1, mini_batches)
     now = None
     if request.schedule != AUTO:  # which has compared balances and schedules
         now = _plan(facts, replace(request, balance=tuple(balance)))
     lost = sum(time.idle[FILL_DRAIN] for time in found.workers) / len(found.workers)
-    share = lost / found.seconds if found.seconds > 0 else 0.0
+    share = lost / seconds if seconds > 0 else 0.0
     candidates = [] if now is None else [*_replanned(facts, request, now, took, share, known)]
     data = max(time.idle[DATA] for time in found.workers) / max(1, mini_batches)  # of a reader
     if took > data > 0:

@@ -10,7 +10,16 @@ from pipeworker.plan.partition import ranges
 from pipeworker.plan.planner.choices import PlanRequest
 from pipeworker.plan.simulate import Costs, simulate
 from pipeworker.trace.advice import advise, measured_facts
-from pipeworker.trace.causes import DATA, Breakdown, WorkerTime, breakdown, costs_of, mini_batches
+from pipeworker.trace.causes import (
+    DATA,
+    OTHER,
+    RECOVERY,
+    Breakdown,
+    WorkerTime,
+    breakdown,
+    costs_of,
+    mini_batches,
+)
 from support.pure.timelines import lives_of
 
 BALANCE = (2, 4, 1, 1)
@@ -75,6 +84,9 @@ def test_data_that_takes_long_is_named() -> None:
         "2.00 times as high"
     )
     assert (advice.option, advice.gain) == ("", 2.0)
+    # A recovery, and time for which the job was suspended, are no part of a step.
+    time.idle[RECOVERY], time.idle[OTHER] = 50.0, 4.0
+    assert advise(facts, request, (1,), Breakdown(60.0, (1,), (time,), 4.0), 1) == advice
 
 
 def test_where_nothing_helps_that_is_said() -> None:
