@@ -20,6 +20,7 @@ from launcher.command import (
     INTERRUPTED,
     JSON,
     PATH,
+    NonEmptyPath,
     Shown,
     clearly,
     is_given,
@@ -296,7 +297,7 @@ def node(nodes: int, rank: int, workers: int, at: str, port: int, words: tuple[s
 
 @main.command()
 @click.argument("source", type=PATH)
-@click.argument("out")
+@click.argument("out", type=NonEmptyPath())
 @click.option(
     "--dtype",
     type=click.Choice(PRECISIONS),

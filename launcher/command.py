@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -24,7 +25,17 @@ INTERRUPTED = 130
 FILE = "pipeworker.file"
 """Key in a context's ``meta``: the name of the file that options came from."""
 
-PATH = click.Path(path_type=Path)
+
+class NonEmptyPath(click.Path):
+    """A path that is not "", as of a variable that is not set: that would be the current folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not os.fspath(value):
+            self.fail("is empty", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PATH = NonEmptyPath(path_type=Path)
 RUN = click.argument("run", type=PATH)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 _METAVARS = {int: "N", float: "X"}

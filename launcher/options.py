@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 import click
 
 from launcher.choose import CLUSTERS
-from launcher.command import Option
+from launcher.command import NonEmptyPath, Option
 from pipeworker.display.style import OUTPUTS
 from pipeworker.job.options import (
     BACKENDS,
@@ -34,7 +34,7 @@ ANYWHERE = (
 )
 """The epilog of the help of a job's commands."""
 
-_PATH = click.Path(readable=False)
+_PATH = NonEmptyPath(readable=False)
 """A path whose readability is checked when it is read: click checks for the real user only."""
 _HINTS = get_type_hints(Options)
 _DEFAULTS = {field.name: field.default for field in fields(Options)}

@@ -80,6 +80,26 @@ def test_a_wrong_argument_gets_one_line(tmp_path: Path) -> None:
     assert result.output == "error: b: unexpected; write `pipeworker show [OPTIONS] RUN`\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("launch", "--stages", "2", ""), "JOB_FILE"),
+        (("launch", "--stages", "2", "--run-dir", "", "job.py"), "--run-dir"),
+        (("launch", "--stages", "2", "--init-from", "", "job.py"), "--init-from"),
+        (("launch", "--resume", ""), "--run-dir"),
+        (("export", "run", ""), "OUT"),
+        (("show", ""), "RUN"),
+        (("list", ""), "[DIR]"),
+        (("trace", "run", "-o", ""), "-o / --output"),
+    ],
+)
+def test_an_empty_path(words: tuple[str, ...], name: str) -> None:
+    """An unset variable of the shell gives one, which would be the current folder."""
+    result = CliRunner().invoke(cli.main, words, prog_name="pipeworker")
+    assert result.output == f"error: {name}: is empty; see `pipeworker {words[0]} --help`\n"
+    assert result.exit_code == 2
+
+
 def test_an_accelerator_that_the_host_lacks(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
