@@ -111,7 +111,7 @@ class RunRecord:
         path = run_dir.run
         try:
             content = read_json(path, _Content, _WHAT, _REMEDY, _READABLE)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             advice = listed(run_dir.path) or "give one that has a run.json"
             raise UsageError(f"{run_dir.path}: not the directory of a run; {advice}") from None
         except OSError as error:

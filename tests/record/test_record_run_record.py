@@ -103,7 +103,8 @@ def test_a_changed_job_file_is_copied_beside_the_others(run_dir: RunDir) -> None
 
 
 def test_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "nowhere"):
+    (tmp_path / "job.py").touch()
+    for path in (tmp_path, tmp_path / "nowhere", tmp_path / "job.py"):
         with pytest.raises(UsageError, match=f"{path}: not the directory of a run; give one"):
             RunRecord.read(RunDir(path))
     (tmp_path / "run.json").mkdir()
