@@ -213,11 +213,19 @@ def is_random(func: Any) -> bool:
 
 def changed_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors that a call of an operator changes in place."""
+    norm = func.name() in _NORMS
     for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        is_statistic = norm and argument.name.startswith("running_") and args[_TRAINING]
+        if is_statistic or (argument.alias_info is not None and argument.alias_info.is_write):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            if isinstance(value, torch.Tensor):
-                yield value
+            for one in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(one, torch.Tensor):
+                    yield one
+
+
+_NORMS, _TRAINING = {"aten::native_batch_norm", "aten::cudnn_batch_norm"}, 5
+"""Operators that change the statistics which they are given, and do not declare it, in training;
+and the place of the argument that shows it."""
 
 
 @contextmanager

@@ -306,7 +306,7 @@ class Strided(nn.Module):
 
 
 class HookedBackward(Biased):
-    """Has hooks on the backward of its units, before it and behind it."""
+    """Has hooks on its units that are called before their backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +314,22 @@ class HookedBackward(Biased):
         for unit in (middle, last):
             unit.register_full_backward_pre_hook(lambda _, grads: (grads[0] * 0.5,))
         first.register_full_backward_pre_hook(lambda _, grads: (grads[0] * 2,))
-        middle.register_full_backward_hook(lambda _, grads, __: (grads[0] * 3,))
+
+
+class Filling(Biased):
+    """Fills memory without numbers, wholly and in parts, beside calls that make no tensor."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        first, middle, last = self.layers
+        hidden, whole = first(x), torch.empty(len(x), WIDTH)
+        hidden[:, :3] = 1
+        whole[:] = hidden if len(hidden) else x
+        parts, total = torch.empty(len(x), 2, WIDTH), torch.empty(len(x), 1)
+        parts[:, 0] = middle(whole)
+        parts[:, 1] = whole
+        with torch.no_grad():
+            same = torch.sum(whole.detach(), 1, keepdim=True, out=total)
+        return last(parts.sum(1) + same) + total
 
 
 @pytest.mark.parametrize(
@@ -322,6 +337,7 @@ class HookedBackward(Biased):
     [
         Biased,
         Shifting,
+        Filling,
         HookedBackward,
         partial(Strided, looks=False),
         partial(Strided, looks=True),

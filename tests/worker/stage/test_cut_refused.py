@@ -229,6 +229,37 @@ def filled_by_a_view(m: Any, x: torch.Tensor) -> Any:
     return m.l[1](hidden) + out
 
 
+def filled_by_a_norm(m: Any, x: torch.Tensor) -> Any:
+    mean = torch.zeros(WIDTH)
+    hidden = F.batch_norm(m.l[0](x), mean, torch.ones(WIDTH), training=True)
+    return m.l[1](hidden) + mean
+
+
+def filled_together(m: Any, x: torch.Tensor) -> Any:
+    hidden, copies = m.l[0](x), [torch.zeros(len(x), WIDTH)]
+    with torch.no_grad():
+        torch._foreach_copy_(copies, [hidden])
+    return m.l[1](hidden) + copies[0]
+
+
+def filled_by_name(m: Any, x: torch.Tensor) -> Any:
+    hidden, found = m.l[0](x), (torch.zeros(len(x)), torch.zeros(len(x), dtype=torch.int64))
+    with torch.no_grad():
+        torch.max(hidden, 1, out=found)
+    return m.l[1](hidden) + found[0][:, None]
+
+
+def statistics_outside(m: Any, x: torch.Tensor) -> Any:
+    hidden = F.batch_norm(m.l[0](x), m.mean, torch.ones(WIDTH), training=True)
+    return m.l[1](hidden) + m.mean
+
+
+def resized(m: Any, x: torch.Tensor) -> Any:
+    hidden, total = m.l[0](x), torch.empty(0)
+    torch.sum(hidden.detach(), 1, keepdim=True, out=total)
+    return m.l[1](hidden) + total
+
+
 def in_place(m: Any, x: torch.Tensor) -> Any:
     hidden = m.l[0](x)
     view = hidden[:, :4]
@@ -334,6 +365,11 @@ def replaced(m: Any, x: torch.Tensor) -> Any:
         (decided_by_a_buffer, "depends on the numbers of a buffer"),
         (statistics, "uses the buffer 'norm.running_mean' outside"),
         (filled_by_a_view, "fills a tensor that is a view or has one"),
+        (filled_by_a_norm, "has batch_norm fill a tensor with numbers of an activation"),
+        (filled_together, "has _foreach_copy_ fill a tensor with numbers"),
+        (filled_by_name, "has max fill a tensor with numbers"),
+        (statistics_outside, "has batch_norm fill a tensor with numbers"),
+        (resized, "has a function resize its argument `out`"),
         (in_place, "changes a tensor in place"),
         (averaged, "changes the parameter 'l.2.weight'"),
         (averaged_together, "changes the parameter 'l.2.weight'"),

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import pipeworker
 from pipeworker.errors import UsageError
-from pipeworker.worker.internals import pytree
+from pipeworker.worker.internals import is_fake, pytree
 from pipeworker.worker.stage.cut.plan import Number
 from pipeworker.worker.stage.cut.units import stride_of
 from pipeworker.worker.transport.structure import PLAIN_TYPES, encode_scalar, is_namedtuple
@@ -32,6 +32,11 @@ _METADATA = frozenset(
 """Functions that read a tensor's shape, dtype or device, and no number of it."""
 _TENSORS = frozenset({"T", "mT", "H", "mH", "data", "grad", "real", "imag"})
 """Attributes of a tensor that are tensors."""
+_EMPTY = frozenset(f"{name}empty{end}" for name in ("", "new_") for end in ("", "_strided")) | {
+    "empty_like",
+    "empty_permuted",
+}
+"""Functions that return memory without numbers of its own."""
 _UNKNOWN = "an unknown line"
 
 
@@ -51,9 +56,21 @@ def reads_metadata(func: Any) -> bool:
     return name in _METADATA
 
 
+def clear_new(func: Any, made: Any) -> None:
+    """Set what a function of torch leaves as the memory was to 0, so that runs can be compared."""
+    if name_of(func) in _EMPTY and isinstance(made, torch.Tensor) and not is_fake(made):
+        with torch.no_grad():
+            made.zero_()
+
+
 def is_in_place(name: str) -> bool:
     """Return whether a function of torch changes its first argument, by its name."""
     return name in _IN_PLACE or (name.endswith("_") and not name.startswith("__"))
+
+
+def changed_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what a function of torch, by its name, is called to change: a tensor or several."""
+    return kwargs["out"] if "out" in kwargs else args[0] if is_in_place(name) else None
 
 
 def line_of_the_user() -> str:

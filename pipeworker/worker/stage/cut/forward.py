@@ -30,6 +30,7 @@ from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.cut.calls import (
     Counting,
     arguments,
+    changed_of,
     descriptions,
     is_in_place,
     key_of,
@@ -200,10 +201,13 @@ class Forward:
                 raise self._elsewhere("it uses a tensor of an earlier micro-batch")
             with without_fake_modes():
                 return func(*args, **kwargs)
+        changed = changed_of(name_of(func), args, kwargs)
+        fills = self._count in self._plan.changed and changed is not None
+        fills = fills and not self._depends(tensors_of(changed))
         if self._layer < self.first:
-            if self._count in self._plan.changed:  # from now on the tensor is a stand-in itself
+            if fills:  # from now on the tensor is a stand-in itself
                 self._change(tensors)
-                return None if name_of(func) == "__setitem__" else args[0]
+                return None if name_of(func) == "__setitem__" else changed
             if is_in_place(name_of(func)) and id(args[0]) in self._absent:
                 if name_of(func) == "__setitem__":  # a stand-in is used again: it does not change
                     return None
@@ -219,7 +223,7 @@ class Forward:
                 out = func(*args, **kwargs)
         else:
             out = func(*args, **kwargs)
-        if self._count in self._plan.changed:
+        if fills:
             self._change(tensors)
         elif made := tensors_of(out):
             self._number(made)

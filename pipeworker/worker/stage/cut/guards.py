@@ -5,7 +5,7 @@ They are made while a plan is made, on the calls of torch's functions outside of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from pipeworker.worker.internals import (
     has_backward_hooks,
     is_fake,
     saved_tensor_hooks,
+    storage_key,
     storage_uses,
 )
 from pipeworker.worker.stage.cut.calls import line_of_the_user, tensors_of
@@ -115,8 +116,21 @@ class Guards:
                     "pass what it yields, or draw from torch's own generator",
                 )
 
-    def filled(self, tensor: torch.Tensor) -> None:
+    def check_changed(
+        self, name: str, changed: Iterable[torch.Tensor], known: Iterable[torch.Tensor]
+    ) -> None:
+        """Reject a change of a tensor that is no activation, of which stages would not learn."""
+        storages = {storage_key(tensor) for tensor in known if not is_fake(tensor)}
+        if any(not is_fake(one) and storage_key(one) not in storages for one in changed):
+            raise self.refused(
+                f"has {name} fill a tensor with numbers of an activation",
+                "use what it returns without `out`, or call it within a layer",
+            )
+
+    def filled(self, tensor: torch.Tensor, *, resizes: bool) -> None:
         """Check a tensor of the input, or a new one, that gets numbers of an activation."""
+        if resizes:
+            raise self.refused("has a function resize its argument `out`", "use what it returns")
         if base_of(tensor) is not None or storage_uses(tensor) > _ALONE:
             raise self.refused(
                 "fills a tensor that is a view or has one with numbers of an activation",

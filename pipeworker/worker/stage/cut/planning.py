@@ -15,6 +15,7 @@ from pipeworker.plan.figures import plural
 from pipeworker.worker import blame
 from pipeworker.worker.internals import (
     FAKE_LOGGER,
+    changed_by,
     is_fake,
     is_random,
     observing,
@@ -27,8 +28,9 @@ from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.cut.calls import (
     Counting,
     arguments,
+    changed_of,
+    clear_new,
     descriptions,
-    is_in_place,
     leaves_of,
     line_of_error,
     line_of_the_user,
@@ -173,6 +175,7 @@ class Planning:
         if not tainted:
             with without_fake_modes():
                 out = func(*args, **kwargs)
+            clear_new(func, out)
             if not reads_metadata(func) or tensors_of(out):
                 for tensor in tensors:
                     if id(tensor) in self._input:
@@ -189,10 +192,10 @@ class Planning:
             leaves = [*leaves_of(args), *leaves_of(kwargs)]
             self._guards.check_state(leaves)
             self.trace.add(name, leaves, self._numbers, self._parameters)
-        changed = kwargs.get("out") if "out" in kwargs else args[0] if is_in_place(name) else None
+        changed = changed_of(name, args, kwargs)
         if isinstance(changed, torch.Tensor):
             if not any(changed is t for t in tainted):
-                self._guards.filled(changed)
+                self._guards.filled(changed, resizes="out" in kwargs and not changed.numel())
                 places = [place for place, t in enumerate(tensors) if t is changed]
                 self.plan.changed[self._count] = places[:1]
                 self._number([changed])
@@ -203,8 +206,17 @@ class Planning:
                 self._note_change(tensor)
         before = [version_of(tensor) for tensor in tensors]
         draws: list[Any] = []
-        with observing(lambda called, *_: draws.append(called) if is_random(called) else None):
+        written: list[torch.Tensor] = []
+
+        def note(called: Any, *given: Any) -> None:
+            draws.extend([called] if is_random(called) else [])
+            written.extend(changed_by(called, *given[:2]))
+
+        with observing(note):
             out = func(*args, **kwargs)
+        changes = {id(t) for t, was in zip(tensors, before, strict=True) if version_of(t) != was}
+        known = [t for t in tainted if id(t) in self._numbers or id(t) in changes]
+        self._guards.check_changed(name, written, known)
         if draws:
             self.plan.random.add(self._count)
         elif not (

@@ -16,7 +16,13 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.worker.stage import rng
-from pipeworker.worker.stage.cut.calls import leaves_of, line_of_error, name_of, reads_metadata
+from pipeworker.worker.stage.cut.calls import (
+    clear_new,
+    leaves_of,
+    line_of_error,
+    name_of,
+    reads_metadata,
+)
 from pipeworker.worker.stage.cut.forward import Forward
 from pipeworker.worker.stage.cut.guards import refused
 from pipeworker.worker.stage.cut.isolation import Isolation
@@ -76,7 +82,9 @@ class Rehearsal(Forward):
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if self._depends(tensors) and not reads_metadata(func):
             self._compare(name_of(func), leaves)
-        return super().operation(func, args, kwargs)
+        out = super().operation(func, args, kwargs)
+        clear_new(func, out)
+        return out
 
     def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Do the call of a unit, which ends a layer; or one within a unit that is checked."""
