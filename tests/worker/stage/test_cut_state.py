@@ -287,3 +287,65 @@ def test_state_that_changes_no_number_is_no_reason_to_refuse() -> None:
     module.register_forward_pre_hook(lambda m, _: setattr(m, "steps", m.steps + 1))
     plan = plan_of(module, NO_TYPES, torch.randn(4, WIDTH))
     assert plan.units == ["l.0", "l.1", "placed.0", "placed.1", "l.2"]
+
+
+class Common(nn.Module):
+    """A unit that counts in its class and in a global variable, and that may use the count."""
+
+    count, seen, factor = 0, [0], 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bias = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH))
+        self.uses: Callable[[], float] = lambda: 1.0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        Common.count += 1
+        Common.seen.append(Common.count)
+        _COUNTS["all"] = Common.count
+        return self.linear(x) * self.uses() + self.bias
+
+
+_COUNTS = {"all": 0}
+
+
+class OfCommon(nn.Module):
+    """Units of one class, and a forward that may use what they count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Common() for _ in range(3))
+        self.uses: Callable[[], float] = lambda: 1.0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for place, layer in enumerate(self.layers):
+            Common.factor = place + 1.0  # on each stage
+            x = layer(x)
+        return x * self.uses()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda: Common.count, lambda: len(Common.seen), lambda: _COUNTS["all"]],
+    ids=["class", "list of a class", "global variable"],
+)
+def test_a_value_that_units_leave_in_a_class_or_a_global_variable_is_refused(
+    read: Callable[[], float],
+) -> None:
+    module = OfCommon()
+    vars(module.layers[1])["uses"] = read
+    with pytest.raises(UsageError, match=r"layer 1 .* sets .*, which each stage has for itself"):
+        plan_of(module, NO_TYPES, torch.randn(2, WIDTH))
+    module = OfCommon()
+    module.uses = read
+    with pytest.raises(UsageError, match="depends on what a unit leaves in an attribute"):
+        plan_of(module, NO_TYPES, torch.randn(2, WIDTH))
+
+
+def test_what_units_count_in_a_class_and_do_not_use_is_as_before() -> None:
+    module = OfCommon()
+    vars(module.layers[2])["uses"] = lambda: Common.factor
+    seen, before = Common.seen, (Common.count, [*Common.seen], {**_COUNTS})
+    assert len(plan_of(module, NO_TYPES, torch.randn(2, WIDTH))) == 3
+    assert (Common.count, Common.seen, _COUNTS) == before
+    assert Common.seen is seen

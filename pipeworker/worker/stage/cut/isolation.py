@@ -102,7 +102,7 @@ class Isolation:
 
 def _changed(before: _Held, now: _Held) -> str | None:
     for path in {**before, **now}:
-        if not _same(before.get(path, []), now.get(path, [])):
+        if not is_same(before.get(path, []), now.get(path, [])):
             return path
     return None
 
@@ -127,7 +127,7 @@ def _atom(value: Any) -> Iterator[Any]:
     yield version_of(value) if isinstance(value, torch.Tensor) else bytes_of(value)
 
 
-def _same(left: list[Any], right: list[Any]) -> bool:
+def is_same(left: list[Any], right: list[Any]) -> bool:
     return len(left) == len(right) and all(
         is_(a, b) or (type(a) is type(b) and isinstance(a, PLAIN_TYPES) and a == b)
         for a, b in zip(left, right, strict=True)

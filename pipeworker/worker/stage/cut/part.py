@@ -13,6 +13,7 @@ from torch import nn
 from pipeworker.errors import UsageError, a_type
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.worker.internals import pytree, version_of
+from pipeworker.worker.stage.cut.common import CommonVariables
 from pipeworker.worker.stage.cut.forward import Enter, Forward, StandIns
 from pipeworker.worker.stage.cut.inner_hooks import forget_library_hooks
 from pipeworker.worker.stage.cut.isolation import Isolation
@@ -131,7 +132,8 @@ class Cut:
 def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
     """Return the plan of a module for an input on the CPU, which is a micro-batch of its data."""
     copied, fresh, untouched = (_hollow(module, CPU) for _ in range(3))
-    planning = Planning(types, _names_of(copied))
+    common = CommonVariables(module.modules())
+    planning = Planning(types, _names_of(copied), common)
     units = _intercept(copied, planning.call)
     itself = Isolation({"": module}, lambda _: module)
     inside = {id(buffer) for one in units.values() for buffer in one.unit.buffers()}
@@ -142,6 +144,7 @@ def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
     )
     with torch.enable_grad():
         plan = planning.run(copied, units, isolation, _copy(batch))
+    common.restore()
     now = dict(copied.named_buffers())
     for name, buffer, version in outside:
         if now.get(name) is not buffer or version_of(buffer) != version or planning.changes(buffer):
@@ -164,6 +167,7 @@ def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
         for name, unit in own.items():
             unit.redirect(partial(rehearsal.call, name))
         rehearsal.rehearse(one, _copy(batch))
+    common.restore()
     return plan
 
 

@@ -39,6 +39,7 @@ from pipeworker.worker.stage.cut.calls import (
     reads_metadata,
     tensors_of,
 )
+from pipeworker.worker.stage.cut.common import CommonVariables
 from pipeworker.worker.stage.cut.containers import Held, effects_since, held_by, restore
 from pipeworker.worker.stage.cut.guards import Guards
 from pipeworker.worker.stage.cut.inner_hooks import Heard, hooked_in, tell
@@ -63,7 +64,9 @@ class Planning:
         described: by layer, descriptions of what its unit returned.
     """
 
-    def __init__(self, types: TypeRegistry, parameters: dict[int, str]) -> None:
+    def __init__(
+        self, types: TypeRegistry, parameters: dict[int, str], common: CommonVariables
+    ) -> None:
         self.plan, self.trace = CutPlan(), Trace()
         self.described: list[tuple[Any, ...]] = []
         self._mode = Counting(self.operation)
@@ -80,6 +83,7 @@ class Planning:
         self._at = 0
         self._storages: dict[int, set[Number]] = {}
         self._changes: list[tuple[int, int, str]] = []
+        self._common = common
         self._unit = ""  # that is called, or was called last when the forward has ended
 
     def run(
@@ -360,17 +364,17 @@ class Planning:
         unit, recording, expected = self._units[name], Recording(), None
         hooked = hooked_in(unit.unit)
         changed = self._isolation.changed(name, unit.unit)
-        if changed is not None:
-            with suppress(Exception):  # it needs what others set
+        common = next((f"{owner.__name__}.{key}" for owner, key in self._common.changed), None)
+        if is_suspect := changed is not None or common is not None:
+            with suppress(Exception), self._common.unchanged():  # it needs what others set
                 expected = self._isolation.calls_of_fresh(name, args, kwargs)
             restore(held)
-        with recording if changed is not None else nullcontext():
+        with recording if is_suspect else nullcontext(), self._common.noting():
             made = unit.call(args, kwargs, held, hooked)
-        if changed is not None and recording.trace.calls != expected:
-            raise self._guards.refused(
-                f"or another layer sets {changed!r} of {name}, which has an object of its own on "
-                "each stage",
-                "pass the value as an argument",
-            )
+        if is_suspect and recording.trace.calls != expected:
+            what = f"sets {changed!r} of {name}, which has an object of its own on each stage"
+            if changed is None:
+                what = f"sets {common}, which each stage has for itself"
+            raise self._guards.refused(f"or another layer {what}", "pass the value as an argument")
         self._isolation.note_call(name, unit.unit)
         return made
