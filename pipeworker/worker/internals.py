@@ -102,7 +102,9 @@ _saved_hooks: Callable[[bool], Any] = _find("torch._C._autograd._top_saved_tenso
 _pop_mode: Callable[[], Any] = _find("torch.overrides._pop_mode")
 _push_mode: Callable[[Any], None] = _find("torch.overrides._push_mode")
 """A function mode is suspended in units, so that they run as if there were none."""
-multiply: Callable[[list[torch.Tensor], float], object] = _find("torch._foreach_mul_")
+multiply: Callable[[list[torch.Tensor], torch.Tensor | float], object] = _find(
+    "torch._foreach_mul_"
+)
 divide: Callable[[list[torch.Tensor], float], object] = _find("torch._foreach_div_")
 """Change tensors in place in one call, as torch's own optimizers do; for speed."""
 _truncated_normal: Callable[..., torch.Tensor] = _find("torch.nn.init._no_grad_trunc_normal_")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -188,11 +188,13 @@ class Updater:
             if parameter.grad is not None and parameter.grad.is_conj():
                 parameter.grad = parameter.grad.resolve_conj()  # to be changed in place
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        # Divide, as a plain loop does: a product with the reciprocal differs in the last bit.
-        if gradients and update.divisor != 1.0:
-            divide(gradients, update.divisor)
-        if gradients and update.scale != 1.0:
-            multiply(gradients, update.scale)
+        for dtype, alike in _by_kind(gradients):
+            # Divide, as a plain loop does: a product with the reciprocal differs in the last bit.
+            if update.divisor != 1.0:
+                divide(alike, update.divisor)
+            if update.scale != 1.0:  # torch would round a float to the dtype, if that is short
+                real = torch.promote_types(dtype.to_real(), torch.float32)
+                multiply(alike, torch.tensor(update.scale, dtype=real))
         if gradients and self._clip_value is not None:  # torch rejects an empty list
             if any(gradient.is_sparse for gradient in gradients):
                 raise UsageError(
@@ -237,6 +239,22 @@ class Updater:
 def _shifted(name: str, first: int) -> str:
     index, key = split_numbered(name)
     return numbered(index + first, key)
+
+
+def _by_kind(
+    gradients: Sequence[torch.Tensor],
+) -> Iterator[tuple[torch.dtype, list[torch.Tensor]]]:
+    """Yield gradients that torch changes by one kernel, and their dtype.
+
+    For a list of several dtypes or layouts torch has other kernels on a GPU, which multiply by the
+    reciprocal. What a stage's gradients have in common depends on the number of stages.
+    """
+    found: dict[Any, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        kind = gradient.dtype, gradient.device, gradient.layout
+        found.setdefault(kind, []).append(gradient)
+    for (dtype, _, _), alike in found.items():
+        yield dtype, alike
 
 
 def _elements(gradient: torch.Tensor) -> torch.Tensor:

@@ -113,6 +113,30 @@ def test_what_divides_comes_before_what_scales() -> None:
     assert weights(made) == [torch.tensor(w).item() for w in expected]
 
 
+def test_a_scale_is_not_rounded_to_the_dtype_of_the_gradient() -> None:
+    """As torch's clip_grad_norm_ applies it; in place of 0.1056 bfloat16 has 0.1055."""
+    made = nn.ParameterList([nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))])
+    gradient = torch.linspace(1, 2, 64).bfloat16()
+    made[0].grad = gradient.clone()
+    make([made]).apply(Update(1, scale=0.1056))
+    assert torch.equal(made[0], gradient.mul(0.1056).mul(-0.5))
+
+
+def test_gradients_of_one_kind_are_divided_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the last bit depends on what else is in a list, and that on the stages."""
+    calls: list[list[torch.dtype]] = []
+
+    def divide(gradients: list[torch.Tensor], _: float) -> None:
+        calls.append([gradient.dtype for gradient in gradients])
+
+    monkeypatch.setattr("pipeworker.worker.update.update.divide", divide)
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64), nn.Linear(2, 2)]
+    for parameter in nn.ModuleList(layers).parameters():
+        parameter.grad = torch.ones_like(parameter)
+    make(layers).apply(Update(1, divisor=3.0))
+    assert calls == [[torch.float32] * 4, [torch.float64] * 2]
+
+
 def test_clear_forgets_without_an_update() -> None:
     made = layer(1.0)
     make([made], sgd, None).clear()
