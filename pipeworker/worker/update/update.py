@@ -196,9 +196,10 @@ class Updater:
                 real = torch.promote_types(dtype.to_real(), torch.float32)
                 multiply(alike, torch.tensor(update.scale, dtype=real))
         if gradients and self._clip_value is not None:  # torch rejects an empty list
-            if any(gradient.is_sparse for gradient in gradients):
+            if found := [g for g in gradients if g.is_sparse or g.is_complex()]:
+                kind = "sparse" if found[0].is_sparse else "complex"
                 raise UsageError(
-                    f"--clip-grad-value: a parameter of {self._range} has a sparse "
+                    f"--clip-grad-value: a parameter of {self._range} has a {kind} "
                     "gradient, which torch cannot clip by value; use --clip-grad-norm"
                 )
             torch.nn.utils.clip_grad_value_(self.parameters, self._clip_value)

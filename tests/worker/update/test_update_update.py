@@ -194,6 +194,13 @@ def test_a_sparse_gradient_is_not_clipped_by_value() -> None:
         make([embedding], first=3, clip_value=0.5).apply(Update(1))
 
 
+def test_a_complex_gradient_is_not_clipped_by_value() -> None:
+    made = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+    made[0].grad = torch.ones(2, dtype=torch.complex64)
+    with pytest.raises(UsageError, match="has a complex gradient, which torch cannot clip"):
+        make([made], clip_value=0.5).apply(Update(1))
+
+
 def test_squares_of_low_precision() -> None:
     linear = nn.Linear(100, 1, bias=False).half()
     linear.weight.grad = torch.full((1, 100), 300.0, dtype=torch.float16)
