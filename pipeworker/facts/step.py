@@ -58,8 +58,7 @@ class StepResult:
         seconds: from the step's start to its last gradient.
         samples_per_second: over all replicas.
         grad_norm: 2-norm of the whole gradient, before clipping.
-        lr: learning rate of the first parameter group of the optimizer that has the model's first
-            trained parameter.
+        lr: learning rate of the parameter group that has the model's first trained parameter.
         bubble: measured idle share, 0 to 1, over all stages.
         epoch: counts from 0.
         loss_scale: what the loss was multiplied by; None except with ``--precision fp16``.

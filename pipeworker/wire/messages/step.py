@@ -46,7 +46,7 @@ class StepDone:
             however many parameters there are (:func:`pipeworker.exact_sum.partials`).
         busy: seconds spent computing (forward, recompute, backward, data), and before that on the
             update of the last step, unless that came with another command.
-        learning_rate: of the first group of the leading optimizer; NaN if the worker has none.
+        learning_rate: of the group of the first parameter that the worker trains; NaN without one.
         batch: from the worker with stage 0, the next mini-batch; None at the end of the data.
         snapshot_step: the last step whose snapshot is complete, -1 for none.
         snapshot_lacked_memory: whether a snapshot was not made because memory is short.

@@ -36,14 +36,14 @@ class StageOptimizers:
     Attributes:
         returned: what the job's ``optimizer`` returned: one optimizer, or a list of them.
         all: those of them that have parameters of the stage.
-        leading: the optimizer with the first parameter that the stage trains. The model's first
-            one is on the first stage for any number of stages.
+        leading: the optimizer with the first parameter that the stage trains, and the number of
+            its group. The model's first one does not depend on the number of stages.
         schedulers: for each optimizer its scheduler, or None; empty without schedulers.
     """
 
     returned: Optimizer | Sequence[Optimizer] | None = None
     all: Sequence[Optimizer] = ()
-    leading: Optimizer | None = None
+    leading: tuple[Optimizer, int] | None = None
     schedulers: Sequence[Any] = ()
     _make_schedulers: Callable[[], Any] | None = None
     _used: Sequence[bool] = ()
@@ -106,12 +106,13 @@ class StageOptimizers:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the first group of the leading optimizer; NaN without one.
+        """The learning rate of the leading optimizer's group; NaN without one.
 
         Raises:
             UsageError: it is not a number.
         """
-        group = self.leading.param_groups[0] if self.leading else {}
+        optimizer, number = self.leading or (None, 0)
+        group = optimizer.param_groups[number] if optimizer else {}
         if "lr" not in group:
             return math.nan
         try:
@@ -229,18 +230,23 @@ def _check_optimizer(built: Any, *, a_list: bool) -> None:
 
 def _leading(
     returned: Any, every: Sequence[Optimizer], own: Sequence[nn.Parameter]
-) -> Optimizer | None:
-    """Return the optimizer that has the first of a stage's parameters that any has."""
-    optimizer_of: dict[int, Optimizer] = {}
+) -> tuple[Optimizer, int]:
+    """Return the optimizer and the group of the first parameter of a stage that any has.
+
+    Frozen parameters come last, because another number of stages may leave out their stage.
+    """
+    place_of: dict[int, tuple[Optimizer, int]] = {}
     for optimizer in every:
-        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if ids & optimizer_of.keys():
+        groups = enumerate(optimizer.param_groups)
+        found = {id(p): (optimizer, number) for number, group in groups for p in group["params"]}
+        if found.keys() & place_of.keys():
             raise UsageError(
                 "optimizer(params) returned two optimizers with the same parameter; give each "
                 "parameter to one of them"
             )
-        optimizer_of |= dict.fromkeys(ids, optimizer)
-    leading = next((optimizer_of[id(p)] for p in own if id(p) in optimizer_of), None)
+        place_of |= found
+    trained_first = sorted(own, key=lambda p: not p.requires_grad)
+    leading = next((place_of[id(p)] for p in trained_first if id(p) in place_of), None)
     if leading is None:
         raise UsageError(
             f"optimizer(params) returned {a_type(returned)} with none of `params`, so this stage "

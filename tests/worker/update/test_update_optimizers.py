@@ -145,6 +145,20 @@ def test_the_learning_rate_is_that_of_the_first_parameter(
     assert make(layers).optimizers.learning_rate == rate
 
 
+def test_the_learning_rate_is_that_of_the_group_of_the_first_trained_parameter() -> None:
+    """A stage need not have the frozen parameters before it, or those of the first group."""
+
+    def by_dim(params: Any) -> torch.optim.Optimizer:
+        groups = [{"params": [p for p in params if p.dim() == n], "lr": n / 8} for n in (2, 1)]
+        return torch.optim.SGD(groups)
+
+    frozen, norm, linear = nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2)
+    frozen.requires_grad_(requires_grad=False)
+    every = [frozen, norm, linear]
+    for part in (every, every[1:], every[1:2]):
+        assert make(part, by_dim).optimizers.learning_rate == 1 / 8
+
+
 @pytest.mark.parametrize("rate", [None, "fast", float("nan"), torch.ones(2)])
 def test_a_learning_rate_that_is_no_number(rate: Any) -> None:
     updater = make([nn.Linear(2, 2)])
