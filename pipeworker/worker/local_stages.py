@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,13 @@ class LocalStages:
         """The optimizers of the first stage that has one."""
         every = [updater.optimizers for updater in self.updaters.values()]
         return next((made for made in every if made.all), every[0])
+
+    @property
+    def learning_rate(self) -> tuple[float, tuple[int, int]]:
+        """The learning rate of the first parameter that is trained here, and its place."""
+        trains = [updater for updater in self.updaters.values() if updater.optimizers.all]
+        first = min(trains, key=lambda updater: updater.leading_place, default=None)
+        return (first.optimizers.learning_rate, first.leading_place) if first else (nan, (0, 0))
 
     @property
     def elsewhere(self) -> set[int]:

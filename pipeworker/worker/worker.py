@@ -272,6 +272,7 @@ class Worker:
         output = worker.executor.run(run)
         worker.recorder.run(output.times)
         borrowed, notes = worker.stages.take_borrowed()
+        rate, place = worker.stages.learning_rate
         return StepDone(
             self._settings.rank,
             run.step,
@@ -279,13 +280,14 @@ class Worker:
             output.counts,
             worker.stages.squares(),
             output.busy + updating,
-            worker.stages.optimizers.learning_rate,
+            rate,
             peak_memory(worker.loaded.device),
             worker.executor.feed.next_batch,
             *worker.state.copied,
             data_seconds=worker.executor.feed.read_seconds,
             borrowed=borrowed,
             notes=notes,
+            leading=place,
         )
 
     def evaluate(

@@ -67,8 +67,9 @@ class Tally:
         if not self.batches:
             self._first_epoch = batch.epoch
         self._squares = tuple(itertools.chain.from_iterable(d.squares for d in first))
-        rates = (done[worker].learning_rate for worker in placement.owners)
-        self._rate = next((rate for rate in rates if not math.isnan(rate)), 0.0)
+        # Of all replicas: each may update a part of the parameters.
+        rates = [(d.leading, d.learning_rate) for d in done if not math.isnan(d.learning_rate)]
+        self._rate = min(rates)[1] if rates else 0.0
         self.batches += bool(batch.microbatches)
         self.microbatches += batch.microbatches
 

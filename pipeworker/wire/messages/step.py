@@ -55,6 +55,7 @@ class StepDone:
         data_seconds: seconds spent reading the next mini-batch, part of `busy`.
         borrowed: in the first step, uses of parameters that no layer of this worker has.
         notes: in the first step, hints for the user about what layers do.
+        leading: the layer of the parameter that has `learning_rate`, and its number in the layer.
     """
 
     rank: int
@@ -73,11 +74,13 @@ class StepDone:
     data_seconds: float = 0.0
     borrowed: tuple[Borrowed, ...] = ()
     notes: tuple[str, ...] = ()
+    leading: tuple[int, ...] = (0, 0)
 
     def __post_init__(self) -> None:
         for use in self.borrowed:
             check_names((use.user, use.origin), "names of parameters")
         check_names(self.notes, "notes", MOST_NOTES)
+        check(len(self.leading) == 2, f"a place of {len(self.leading)} numbers")
         losses, counts = len(self.losses), len(self.counts)
         check(losses <= MOST_MICROBATCHES, f"{losses} losses")
         check(counts in (0, losses), f"{counts} counts for {losses} losses")

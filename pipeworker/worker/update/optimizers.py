@@ -36,14 +36,14 @@ class StageOptimizers:
     Attributes:
         returned: what the job's ``optimizer`` returned: one optimizer, or a list of them.
         all: those of them that have parameters of the stage.
-        leading: the optimizer with the first parameter that the stage trains, and the number of
-            its group. The model's first one does not depend on the number of stages.
+        leading: the first parameter that the stage trains, the optimizer that has it, and the
+            number of its group. The model's first one does not depend on the number of stages.
         schedulers: for each optimizer its scheduler, or None; empty without schedulers.
     """
 
     returned: Optimizer | Sequence[Optimizer] | None = None
     all: Sequence[Optimizer] = ()
-    leading: tuple[Optimizer, int] | None = None
+    leading: tuple[nn.Parameter, Optimizer, int] | None = None
     schedulers: Sequence[Any] = ()
     _make_schedulers: Callable[[], Any] | None = None
     _used: Sequence[bool] = ()
@@ -111,7 +111,7 @@ class StageOptimizers:
         Raises:
             UsageError: it is not a number.
         """
-        optimizer, number = self.leading or (None, 0)
+        _, optimizer, number = self.leading or (None, None, 0)
         group = optimizer.param_groups[number] if optimizer else {}
         if "lr" not in group:
             return math.nan
@@ -230,8 +230,8 @@ def _check_optimizer(built: Any, *, a_list: bool) -> None:
 
 def _leading(
     returned: Any, every: Sequence[Optimizer], own: Sequence[nn.Parameter]
-) -> tuple[Optimizer, int]:
-    """Return the optimizer and the group of the first parameter of a stage that any has.
+) -> tuple[nn.Parameter, Optimizer, int]:
+    """Return the first parameter of a stage that any optimizer has, that optimizer, and the group.
 
     Frozen parameters come last, because another number of stages may leave out their stage.
     """
@@ -246,7 +246,7 @@ def _leading(
             )
         place_of |= found
     trained_first = sorted(own, key=lambda p: not p.requires_grad)
-    leading = next((place_of[id(p)] for p in trained_first if id(p) in place_of), None)
+    leading = next(((p, *place_of[id(p)]) for p in trained_first if id(p) in place_of), None)
     if leading is None:
         raise UsageError(
             f"optimizer(params) returned {a_type(returned)} with none of `params`, so this stage "

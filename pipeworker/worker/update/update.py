@@ -47,6 +47,8 @@ class Updater:
         parameters: the stage's parameters that are not aliases of others.
         optimizers: the stage's optimizers and their schedulers.
         steps: the number of steps that the scheduler was made for; 0 if it takes none.
+        leading_place: the layer of the parameter whose group has the learning rate, and the
+            parameter's number in the layer.
         shards: by replica, the parameters that it updates.
     """
 
@@ -67,7 +69,7 @@ class Updater:
         self._all = list(nn.ModuleList(layers).parameters())  # each once
         self._ties, aliases = ties, ties.aliases if ties else ()
         self.parameters = [p for p in self._all if id(p) not in aliases]
-        self.optimizers = StageOptimizers()
+        self.optimizers, self.leading_place = StageOptimizers(), (0, 0)
         self.steps = steps if takes_steps(job.scheduler) else 0
         self._by_epoch = job.scheduler_interval == "epoch"
         self._before_update = job.before_update
@@ -102,6 +104,9 @@ class Updater:
                 if id(p) in ids
             ]
         self.optimizers = StageOptimizers.make(job, arguments, own, steps)
+        leading = self.optimizers.leading and self.optimizers.leading[0]
+        places = ((n, k, p) for n, one in self._layers for k, p in enumerate(one.parameters()))
+        self.leading_place = next((n, k) for n, k, p in places if p is leading)
 
     @property
     def _range(self) -> str:

@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 
 from pipeworker.coordinator.effects import Send
 from pipeworker.coordinator.loss_scaler import LossScaler
+from pipeworker.coordinator.steps.tally import Tally
 from pipeworker.coordinator.waiting import State
 from pipeworker.errors import ProtocolError
 from pipeworker.exact_sum import partials
 from pipeworker.facts.position import Phase, Position
-from pipeworker.facts.step import StepResult
+from pipeworker.facts.step import Batch, StepResult
+from pipeworker.plan.placement import Placement
 from pipeworker.wire.lines import Warned
 from pipeworker.wire.messages.directions import Advance
-from pipeworker.wire.messages.step import RunStep, Update
+from pipeworker.wire.messages.step import RunStep, StepDone, Update
 from support.pure.coordinator import BATCH, ScriptedJob, commit, messages_of, of, updates
 
 
@@ -292,3 +294,16 @@ def test_the_divisor_includes_the_loss_scale_and_the_mini_batches() -> None:
     for _ in range(3):
         effects = job.step(1)
     assert updates(effects) == [Update(1, divisor=3.0 * 2.0**16)] * 2
+
+
+def test_the_learning_rate_is_that_of_the_first_trained_parameter_of_any_replica() -> None:
+    """A worker may have a later stage too, and with a sharded optimizer lack the parameter."""
+    placement = Placement.identity(2, 2)
+    places = {(4, 0): 0.5, (1, 1): 0.25, (1, 0): 0.125, (3, 0): 0.0625}
+    done = [
+        StepDone(rank, 1, (), (), (), 0.0, rate, 0, None, leading=place)
+        for rank, (place, rate) in enumerate(places.items())
+    ]
+    tally = Tally(1, placement, 0.0)
+    tally.add(done, Batch(0, 4, 2, 0))
+    assert tally.outcome(None, 1.0, None, None)[0].lr == 0.125

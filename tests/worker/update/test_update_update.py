@@ -73,6 +73,16 @@ def test_each_parameter_is_in_the_optimizer_of_one_replica() -> None:
     assert not set(map(id, layers[1].parameters())) & {one for shard in shards for one in shard}
 
 
+def test_the_place_of_the_learning_rate_is_that_of_the_first_parameter_of_the_part() -> None:
+    layers = [nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 2)]
+    layers[0].requires_grad_(requires_grad=False)
+    job = JobFile(None, never, sgd, None, None)
+    whole = Updater(layers, 5, job)
+    parts = [Updater(layers, 5, job, replica=number, replicas=2) for number in (0, 1)]
+    assert whole.leading_place == (6, 0)
+    assert sorted(part.leading_place for part in parts) == [(6, 0), (6, 1)]
+
+
 def test_parameters_are_each_once_in_model_order() -> None:
     a, b = nn.Linear(2, 3), nn.Linear(3, 3)
     assert make([a, nn.ReLU(), b, a]).parameters == [a.weight, a.bias, b.weight, b.bias]
