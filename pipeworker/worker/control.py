@@ -202,10 +202,11 @@ class Control:
             self._end(Abort("a defect in pipeworker: the control thread failed", 1))
 
     def _end(self, abort: Abort) -> None:
-        """Note that the job has ended for this worker."""
-        self.ended = abort
-        self._deliver(abort)
-        self._exit_process(abort)
+        """Note that the job has ended for this worker; the first reason counts."""
+        if self.ended is None:
+            self.ended = abort
+            self._deliver(abort)
+            self._exit_process(abort)
 
     def _serve(self) -> None:
         connection = self._connection

@@ -178,3 +178,17 @@ def test_another_connection_replaces_a_silent_one(
         finish(router, control)
         control.close()
         proxy.close()
+
+
+def test_the_first_reason_of_the_end_is_the_one_that_counts() -> None:
+    """A script may make its next call when the coordinator is long gone."""
+    control, exits = Control(Settings(0, "tcp://127.0.0.1:1", TOKEN, 0)), list[Abort]()
+    control._exit_process = exits.append
+    first = Abort("another rank failed", 1)
+    control._end(first)
+    control._end(Abort("the coordinator is gone", 1))
+    assert (control.ended, exits) == (first, [first])
+    control._connection.close(deliver=False)
+    control._wake_in.close()
+    control._wake_out.close()
+    control._context.term()
