@@ -121,16 +121,17 @@ class Session:
                 f"process {self._pid} has forked this one; make all calls there"
             )
 
-    def run(self, call: Call | None = None, between: Callable[[], None] = lambda: None) -> None:
-        """Take part in the job to its end, after a `call` of the user's loop if it has one.
+    def run(self, between: Callable[[], None] = lambda: None) -> None:
+        """Take part in the job to its end, which a loop of the user's own requests first.
 
         `between` is called after each command of the coordinator. Without a loop of the user's own,
         an interrupt first ends the step that runs and saves it; a second one ends the job at once.
         """
         reports = nullcontext() if self._own_loop else reported_interrupt(self._report_interrupt)
         with self.participating(), reports:
-            if call:
-                self.send(call)
+            if self._own_loop:
+                changed = self.worker.has_changed()
+                self.send(Call(self.rank, CallKind.CLOSE, changed=changed))
             while not is_last(message := self.receive()):
                 self._steps_begun = isinstance(message, Advance)
                 self.perform(message)
@@ -288,7 +289,7 @@ class Session:
     def finish(self) -> None:
         """Save a checkpoint and end the job, together with all ranks. Idempotent."""
         if not self.closed:
-            self.run(Call(self.rank, CallKind.CLOSE))
+            self.run()
 
     def close(self) -> None:
         """Leave the job and remove everything of pipeworker's from the process. Idempotent."""

@@ -393,6 +393,10 @@ class Worker:
             else None
         )
 
+    def has_changed(self) -> bool:
+        """Return whether the state is another one than at the last save, if there was one."""
+        return isinstance(self._phase, PlannedWorker) and self._phase.state.has_changed()
+
     def end_profile(self) -> None:
         """Write the profile of steps, if the job ends before the last of them."""
         if self._profiler is not None:

@@ -74,16 +74,20 @@ GOES_BACK = """
     pipe.step(batches[4])
     saved = pipe.save().exists()
     pipe.step(batches[5])
+    pipe.save()
+    with torch.no_grad():
+        pipe.layers[0].weight.mul_(0.5)  # close() saves it too
     pipe.close()
     again = pipeline(resume=True)
-    report(saved=saved, resumed=again.steps_done)
+    same = torch.equal(again.layers[0].weight, pipe.layers[0].weight)
+    report(saved=saved, resumed=again.steps_done, same=same)
 """
 
 
 def test_a_run_continues_from_what_a_loop_saved_after_it_went_back(scripts: Scripts) -> None:
     run = scripts.start("import shutil\n" + script(DROPOUT, GOES_BACK), 1)
     run.succeed()
-    assert run.reported(0) == {"saved": True, "resumed": 3}
+    assert run.reported(0) == {"saved": True, "resumed": 3, "same": True}
 
 
 def test_train_resumes(jobs: Jobs, scripts: Scripts) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from pipeworker.environment import versions
 from pipeworker.errors import UsageError
+from pipeworker.wire.messages.checkpoint import Save
 from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.step import EpochEnded, Evaluate, EvaluationDone, Update, Wait
 from support.in_process.single_worker import SingleWorker, restored_process
@@ -117,3 +122,33 @@ def test_the_end_of_an_epoch_reaches_a_worker_that_is_disconnected(tmp_path: Pat
     worker.finish(Advance(Wait(), EpochEnded(0)))
     assert worker.planned.stages.optimizers.learning_rate == pytest.approx(0.01)
     worker.close()
+
+
+def scaled(alone: SingleWorker) -> None:
+    alone.worker.planned.stages.stages[0].layers[0].weight.data.mul_(2)  # type: ignore[operator]
+
+
+def other_rate(alone: SingleWorker) -> None:
+    optimizer: Any = alone.worker.planned.stages.optimizers.returned
+    optimizer.param_groups[0]["lr"] *= 1.001
+
+
+def other_state(alone: SingleWorker) -> None:
+    optimizer: Any = alone.worker.planned.stages.optimizers.returned
+    (parameter,) = optimizer.param_groups[0]["params"][:1]
+    optimizer.state[parameter]["momentum_buffer"] = torch.ones(1, 3)
+
+
+@pytest.mark.parametrize("change", [scaled, other_rate, other_state])
+def test_a_script_that_changes_what_was_saved_is_noticed(
+    tmp_path: Path, change: Callable[[SingleWorker], None]
+) -> None:
+    alone = start_worker(tmp_path)
+    state = alone.worker.connected.state
+    state._role = replace(state._role, options=replace(state._role.options, own_loop=True))
+    assert not alone.worker.has_changed()  # nothing is saved yet
+    alone.worker.handle(Advance(Save(0)))
+    assert not alone.worker.has_changed()
+    change(alone)
+    assert alone.worker.has_changed()
+    alone.worker.close()

@@ -93,6 +93,8 @@ class CallLoop(BaseLoop):
         if call.kind is CallKind.END_EPOCH:
             self._progress.end_epoch()
             return Due(EpochEnded(self._progress.steps))
+        if call.kind is CallKind.CLOSE:
+            self._progress.outdated |= any(one.changed for one in self._calls.values())
         return Due(must_save=call.kind is CallKind.SAVE)
 
     def _mismatch(self, call: Call) -> str:
@@ -102,7 +104,7 @@ class CallLoop(BaseLoop):
         if call.mistake or first.mistake:  # no rank performs the call, whatever its arguments
             same = call.kind is first.kind
         else:
-            same = replace(call, rank=0, batch=None) == replace(first, rank=0, batch=None)
+            same = _common(call) == _common(first)
         if same:
             return ""
         return (
@@ -168,6 +170,11 @@ class CallLoop(BaseLoop):
             case None:
                 reply, self._reply = self._reply, None
                 return reply
+
+
+def _common(call: Call) -> Call:
+    """Return a call without what may differ between ranks."""
+    return replace(call, rank=0, batch=None, changed=False)
 
 
 def _source(call: Call) -> str:

@@ -224,6 +224,7 @@ class Call:
         last: for STEP, whether this mini-batch completes the optimizer step.
         everywhere: for PREDICT, whether every rank gets the output.
         loaded: for LOAD, the checkpoint.
+        changed: for CLOSE, whether the script has changed weights or optimizer since the last save.
         mistake: why this rank's arguments are wrong; then no rank performs the call.
     """
 
@@ -233,6 +234,7 @@ class Call:
     last: bool = True
     everywhere: bool = False
     loaded: Loaded | None = None
+    changed: bool = False
     mistake: str = ""
 
     def __post_init__(self) -> None:

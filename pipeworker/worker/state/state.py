@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ from pipeworker.worker.internals import loads_itself
 from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.local_stages import LocalStages
 from pipeworker.worker.settings import Role
+from pipeworker.worker.stage.values import checksums
 from pipeworker.worker.state.buffers import PassGuard, StepGuard
 from pipeworker.worker.state.snapshot_writer import Position, SnapshotWriter
 from pipeworker.worker.step.reduction import Files, Reduction
@@ -149,6 +151,7 @@ class State:
         self._layers = layers
         self._guard = StepGuard(layers if self.guards else ())
         self._before_step: tuple[Position] | None = None
+        self._at_save: tuple[Any, ...] = ()
         self._loaded, self._role, self._stages = loaded, loaded.role, stages
         self._tracker = loaded.settings.tracker
         self.snapshots = MemorySnapshots(loaded)
@@ -284,7 +287,23 @@ class State:
             (at,) = self._before_step
         if reason := self.invalid or (changed and f"the step that failed has changed {changed}"):
             return Saved(self._role.rank, save.step, error=reason)
+        if self._role.options.own_loop:
+            self._at_save = self._fingerprint()
         return self._writer.save(save, self._parts(), self._stages.elsewhere, at)
+
+    def has_changed(self) -> bool:
+        """Return whether the state is another one than at the last save, if there was one."""
+        return bool(self._at_save) and self._at_save != self._fingerprint()
+
+    def _fingerprint(self) -> tuple[Any, ...]:
+        """Return what differs if a script has changed weights, buffers or its optimizer."""
+        tensors = [t for layer in self._layers for t in (*layer.parameters(), *layer.buffers())]
+        found: list[Any] = [checksums(tensors)]
+        for updater in self._stages.updaters.values():
+            for optimizer in updater.optimizers.all:
+                groups = [{**group, "params": ()} for group in optimizer.param_groups]
+                found += [checksums([[*optimizer.state.values()], groups]), repr(groups)]
+        return tuple(found)
 
     def close(self) -> None:
         """End threads and transfers between hosts."""

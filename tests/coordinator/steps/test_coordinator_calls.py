@@ -327,6 +327,15 @@ def test_close_saves_a_step_again_if_a_scheduler_has_stepped_since(change: CallK
     assert job.ended.status == "done"
 
 
+def test_close_saves_a_step_again_if_a_rank_reports_that_its_script_has_changed_it() -> None:
+    job = own_loop_job()
+    job.called(CallKind.SAVE)
+    job.saved()
+    job.checkpoint_committed()
+    job.called(CallKind.CLOSE, 0)
+    assert saves(job.called(CallKind.CLOSE, 1, changed=True)) == [Advance(Save(0))] * 2
+
+
 def test_a_checkpoint_requested_twice_is_saved_once() -> None:
     job = own_loop_job()
     job.called(CallKind.STEP)
