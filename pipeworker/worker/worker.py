@@ -228,6 +228,7 @@ class Worker:
                 with recorder.during(SAVE):
                     return worker.state.save(command, worker.position)
             case Wait() | Finish():
+                self._tracker.wait(self._tracker.get().step)  # no longer saves, as it may have
                 return None
         return assert_never(command)
 

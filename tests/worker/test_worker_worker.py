@@ -12,6 +12,7 @@ import torch
 
 from pipeworker.environment import versions
 from pipeworker.errors import UsageError
+from pipeworker.facts.position import Phase
 from pipeworker.wire.messages.checkpoint import Save
 from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.step import EpochEnded, Evaluate, EvaluationDone, Update, Wait
@@ -121,6 +122,20 @@ def test_the_end_of_an_epoch_reaches_a_worker_that_is_disconnected(tmp_path: Pat
     worker.disconnect()
     worker.finish(Advance(Wait(), EpochEnded(0)))
     assert worker.planned.stages.optimizers.learning_rate == pytest.approx(0.01)
+    worker.close()
+
+
+def test_a_worker_neither_saves_nor_restores_once_its_call_has_returned(tmp_path: Path) -> None:
+    """A worker that saves is waited for, however long it takes."""
+    alone = start_worker(tmp_path)
+    worker, tracker = alone.worker, alone.worker._tracker
+    worker.handle(Advance(Save(0)))
+    assert tracker.get().phase is Phase.SAVING
+    worker.handle(Advance(Wait()))
+    assert (tracker.get().phase, tracker.waiting) == (Phase.WAITING, True)
+    with pytest.raises(IndexError):
+        worker.connected.state.restore([])
+    assert tracker.get().phase is Phase.RESTORING
     worker.close()
 
 

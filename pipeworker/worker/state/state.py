@@ -225,8 +225,10 @@ class State:
 
     def restore(self, files: Sequence[WorkerFiles]) -> None:
         """Restore from the files of all workers, whatever stages they had."""
+        self._tracker.set(Phase.RESTORING)
         with self.changing("a checkpoint was loaded only in part"):
             restore(files, self._parts(), self._stages.aliases, user_code, loads_itself)
+        self._tracker.wait()
 
     def check_fits(self, files: Sequence[WorkerFiles]) -> None:
         """Check that :meth:`restore` can restore from these files."""
