@@ -339,7 +339,8 @@ class Pipeline:
             source = session.prepare(CallKind.LOAD, find)
             manifest = source.manifest
             step, scaler, epoch = manifest.step, manifest.scaler or {}, manifest.epoch
-            loaded = Loaded(step, scaler.get("scale", 0.0), scaler.get("good_steps", 0), epoch)
+            scale, good_steps = scaler.get("scale", 0.0), scaler.get("good_steps", 0)
+            loaded = Loaded(step, scale, good_steps, epoch, manifest.checksum)
             session.perform(session.call(Call(self._rank, CallKind.LOAD, loaded=loaded)))
             with session.working(), deferred_interrupt():
                 state.restore(source.worker_files())

@@ -179,8 +179,11 @@ def _common(call: Call) -> Call:
 
 def _source(call: Call) -> str:
     """Return a call as the user wrote it."""
-    if call.loaded is not None:
-        return f"load(a checkpoint of step {call.loaded.step})"
+    if loaded := call.loaded:
+        checksum = f", checksum {loaded.checksum}" if loaded.checksum else ""
+        return f"load(a checkpoint of step {loaded.step}{checksum})"
+    if call.kind is CallKind.LOAD:
+        return "load(checkpoint)"
     if call.kind in (CallKind.SAVE, CallKind.END_EPOCH, CallKind.CLOSE):
         return f"{call.kind.value}()"
     more = ", everywhere=True" if call.everywhere else "" if call.last else ", of several"

@@ -120,6 +120,12 @@ class Manifest:
         }
         return {**content, _CHECKSUM: _checksum(content)}
 
+    @property
+    def checksum(self) -> int:
+        """The checksum of all that it holds, the checksums of the files included."""
+        found: int = self.to_json()[_CHECKSUM]
+        return found
+
     @classmethod
     def read(cls, path: Path) -> Manifest:
         """Read and check ``manifest.json``.

@@ -203,15 +203,19 @@ class CallKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The step, loss scale and epoch of the checkpoint that a user's own loop has loaded."""
+    """The step, loss scale and epoch of the checkpoint that a user's own loop has loaded.
+
+    Its `checksum` is another one for another checkpoint of the same step.
+    """
 
     step: int
     scale: float = 0.0
     good_steps: int = 0
     epoch: int = 0
+    checksum: int = 0
 
     def __post_init__(self) -> None:
-        least = min(self.step, self.scale, self.good_steps, self.epoch)
+        least = min(self.step, self.scale, self.good_steps, self.epoch, self.checksum)
         check(least >= 0, f"a loaded checkpoint with a negative field: {least}")
 
 

@@ -184,6 +184,16 @@ def test_an_interrupt_takes_effect_after_the_step_unless_the_loop_closes_first()
             Call(1, CallKind.LOAD, loaded=Loaded(7)),
             ("load(a checkpoint of step 6)", "load(a checkpoint of step 7)"),
         ),
+        (
+            Call(0, CallKind.LOAD, loaded=Loaded(7, checksum=1)),
+            Call(1, CallKind.LOAD, loaded=Loaded(7, checksum=2)),
+            ("load(a checkpoint of step 7, checksum 1)", "load(a checkpoint of step 7, checksum 2"),
+        ),
+        (
+            Call(0, CallKind.LOAD, mistake="no such folder"),
+            Call(1, CallKind.SAVE),
+            ("load(checkpoint)", "save()"),
+        ),
     ],
 )
 def test_different_calls_are_a_usage_error(one: Call, other: Call, shown: tuple[str, str]) -> None:
