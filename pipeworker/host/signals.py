@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 _ENDS = (signal.SIGTERM, signal.SIGHUP)
+USUAL = (signal.SIGINT, *_ENDS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+"""The signals whose handlers in programs raise exceptions, as at a time limit."""
 
 
 class SignalSocket:

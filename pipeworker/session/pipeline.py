@@ -14,7 +14,7 @@ from torch import nn
 
 from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.facts.step import Evaluation, StepResult
-from pipeworker.host.signals import deferred_interrupt
+from pipeworker.host.signals import USUAL, deferred_interrupt
 from pipeworker.job import file as job_file
 from pipeworker.ranks.rank_info import RankInfo
 from pipeworker.record.checkpoint.checkpoint import Checkpoint
@@ -342,7 +342,7 @@ class Pipeline:
             scale, good_steps = scaler.get("scale", 0.0), scaler.get("good_steps", 0)
             loaded = Loaded(step, scale, good_steps, epoch, manifest.checksum)
             session.perform(session.call(Call(self._rank, CallKind.LOAD, loaded=loaded)))
-            with session.working(), deferred_interrupt():
+            with session.working(), deferred_interrupt(USUAL):
                 state.restore(source.worker_files())
             self._steps_done, self._epoch = step, epoch
             return step

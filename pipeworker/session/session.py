@@ -25,7 +25,7 @@ from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.limits import LONGEST_TEXT
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.host.position import Tracker
-from pipeworker.host.signals import deferred_interrupt, reported_interrupt
+from pipeworker.host.signals import USUAL, deferred_interrupt, reported_interrupt
 from pipeworker.job.file import JobFile
 from pipeworker.ranks.coordinator_process import EventListener
 from pipeworker.ranks.rank_info import RankInfo
@@ -203,7 +203,7 @@ class Session:
         coordinator waits for it.
         """
         runs = isinstance(message, Advance) and isinstance(message.next, RunStep)
-        with self.working(), nullcontext() if runs else deferred_interrupt():
+        with self.working(), nullcontext() if runs else deferred_interrupt(USUAL):
             self._begun = message
             answer = self.worker.handle(message)
             if answer is not None:
@@ -356,7 +356,7 @@ class Session:
                 message = self._control.receive_after(self._begun)
                 if isinstance(message, Abort):
                     return message
-                with deferred_interrupt():
+                with deferred_interrupt(USUAL):
                     self._begun = message
                     if isinstance(message, Advance) and (answer := self.worker.finish(message)):
                         self.send(answer)

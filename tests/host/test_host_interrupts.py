@@ -11,6 +11,7 @@ import pytest
 
 from launcher import local
 from pipeworker.host.signals import (
+    USUAL,
     deferred_interrupt,
     handle_before_job,
     reported_interrupt,
@@ -119,3 +120,22 @@ def test_an_interrupt_after_the_verdict_changes_nothing(
     monkeypatch.setattr(local, "Launch", lambda *_: launch)
     assert local.run(prepared, view, ()) == 0
     assert performed == ["show", "remove", "close"][: 3 if times == 1 else 1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGALRM])
+def test_a_handler_that_raises_takes_effect_after_the_context(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.default_int_handler)
+    done = []
+
+    def update() -> None:
+        with deferred_interrupt(USUAL):
+            signal.raise_signal(number)
+            done.append("update")
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            update()
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
+    assert done

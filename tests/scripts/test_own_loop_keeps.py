@@ -120,12 +120,13 @@ ENDED = """
         return [*before(), Fails]
 
     def before_update(params):
-        if os.environ["WHAT"] == "update" and Path("fail").exists():
+        if os.environ["WHAT"] in ("update", "terminated") and Path("fail").exists():
             Path("fail").unlink()
             os.kill(os.getpid(), 2)  # takes effect after the update
 
     torch.manual_seed(0)
     batches = [next(data()) for _ in range(5)]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def run(first, **options):
         with pipeworker.Pipeline(
@@ -167,18 +168,19 @@ ENDED = """
         ("layer", 3),
         ("interrupt", 1),
         ("update", 1),
+        pytest.param("terminated", 1, marks=slow),
         pytest.param("loop", 2, marks=slow),
         ("everywhere", 2),
     ],
 )
 def test_the_last_whole_step_is_saved_and_resumed(scripts: Scripts, what: str, ranks: int) -> None:
-    source = script(NORMED, ENDED)
+    source = script("import signal", NORMED, ENDED)
     expected = scripts.start(source, 1, WHAT="").succeed()[0]
     started = scripts.start(source, ranks, WHAT=what)
     runs = started.succeed()
     assert_same(runs[0], expected)
     reported = started.reported(ranks - 1)
-    assert reported["steps"] == 3 + (what == "update")
+    assert reported["steps"] == 3 + (what in ("update", "terminated"))
     saved = (
         f"step {reported['steps']} is saved in run/checkpoints/step-0000000{reported['steps']}; "
         "continue in the script: pipeworker.Pipeline(..., resume=True, run_dir='run')"
@@ -191,7 +193,7 @@ def test_the_last_whole_step_is_saved_and_resumed(scripts: Scripts, what: str, r
         assert f"pipeworker: {saved}" in runs[0].stderr
         error = "KeyError: 'of my own'" if what == "loop" else "KeyboardInterrupt: "
         assert reported["raised"] == error
-    interrupted = what in ("interrupt", "update", "everywhere")
+    interrupted = what in ("interrupt", "update", "terminated", "everywhere")
     assert reported["status"] == ("interrupted" if interrupted else "failed")
 
 
