@@ -21,6 +21,12 @@ REPORTED_BY_CALLER = lines.Verdict("failed", 1, 0, 0.0, (), 0.0, None)
 """The verdict for a listener of a job whose failure the caller reports by raising an error."""
 
 
+def failure_text(error: BaseException) -> str:
+    """Return why a job has not started."""
+    interrupted = f"rank 0 was interrupted by {type(error).__name__}"
+    return str(error) if isinstance(error, PipeworkerError) else interrupted
+
+
 class CoordinatorProcess:
     """Rank 0's coordinator: a child process, and a thread that forwards its events to `on_event`.
 
@@ -40,12 +46,16 @@ class CoordinatorProcess:
         self._listener_failed = False
         self._hooks = HookProcess(run.options, run.run_dir)
         options, run_dir = run.options.to_json(), str(run.run_dir.path)
+        process = None
         try:
-            self._process = start_coordinator()
+            process = self._process = start_coordinator()
             self._process.send(lines.Configuration(options, run_dir, token, host, parent_rank=0))
             self.endpoint = self._wait_for_endpoint()
-        except PipeworkerError as error:
-            self._record_failure(1, str(error))
+        except BaseException as error:  # an interrupt too
+            if process is not None:
+                process.close_input()
+                process.wait(timings().exit)
+            self._record_failure(1, failure_text(error))
             run.close()
             self._notify(REPORTED_BY_CALLER)
             raise

@@ -22,7 +22,7 @@ import msgspec
 from pipeworker.environment import timings
 from pipeworker.errors import AGAIN, PipeworkerError, RendezvousError, UsageError, of_status
 from pipeworker.host.descriptors import check_available
-from pipeworker.ranks.coordinator_process import CoordinatorProcess, EventListener
+from pipeworker.ranks.coordinator_process import CoordinatorProcess, EventListener, failure_text
 from pipeworker.ranks.rank_info import RankInfo, wait_until
 from pipeworker.runs.begin import PreparedRun
 from pipeworker.wire.interfaces import connection_error
@@ -175,8 +175,9 @@ class _Host:
                 )
             token = token or published
             coordinator = CoordinatorProcess(run, token, address, on_event)
-        except PipeworkerError as error:  # the others are waiting
-            self._reject(peers, str(error), error.exit_status)
+        except BaseException as error:  # the others are waiting
+            status = error.exit_status if isinstance(error, PipeworkerError) else 1
+            self._reject(peers, failure_text(error), status)
             raise
         endpoint = coordinator.endpoint
         self._answer(peers, endpoint=endpoint, token=published, one_host=one_host)

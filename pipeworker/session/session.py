@@ -91,11 +91,21 @@ class Session:
             job=job,
             sample=sample,
         )
-        self._control = Control(settings, self._leave)
-        self._control.start(signals=False)
-        self.worker = Worker(settings, self._control)
-        atexit.register(self._at_exit)
-        self._control.send(self.worker.hello())
+        joined = False
+        try:
+            with deferred_interrupt(USUAL):
+                self._control = Control(settings, self._leave)
+                self._control.start(signals=False)
+                self.worker = Worker(settings, self._control)
+                atexit.register(self._at_exit)
+                self._control.send(self.worker.hello())
+                joined = True
+        except BaseException as error:
+            if joined:
+                self.fail(error)
+            elif self._coordinator:
+                self._coordinator.finish(1)
+            raise
 
     @property
     def closed(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,6 +53,38 @@ class SlowCoordinator:
 
     def wait(self, seconds: float) -> int:
         return 0
+
+
+class InterruptedCoordinator(SlowCoordinator):
+    """A coordinator while whose start the process is interrupted."""
+
+    closed = False
+
+    def receive(self) -> tuple[list[FromCoordinator], bool]:
+        raise KeyboardInterrupt
+
+    def close_input(self) -> None:
+        self.closed = True
+
+
+def test_a_coordinator_whose_start_is_interrupted_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process may live on, as that of a notebook, and its traceback may hold the object."""
+    started, shown = InterruptedCoordinator(), list[FromCoordinator]()
+    monkeypatch.setattr(coordinator_process, "start_coordinator", lambda: started)
+    ends = list[Any]()
+    run = SimpleNamespace(
+        options=Options("job.py", 1, 1),
+        run_dir=RunDir(tmp_path),
+        close=lambda: ends.append("closed"),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        CoordinatorProcess(cast(PreparedRun, run), "token", "host", shown.append)
+    assert (started.closed, ends) == (True, ["closed"])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert summary["error"] == "rank 0 was interrupted by KeyboardInterrupt"
 
 
 def test_a_coordinator_that_waits_for_the_disk_is_waited_for(
