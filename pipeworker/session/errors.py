@@ -46,6 +46,11 @@ class CallFailed(Exception):
         return kind(f"{report.with_location(failure)}{STAYS_OPEN}")
 
 
+def is_regular_end(error: BaseException) -> bool:
+    """Return whether an exception ends a script, or a generator in it, without an error."""
+    return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
+
+
 def saved_step(run_dir: RunDir) -> str:
     """Return where the last checkpoint of a user's own loop is, and how to continue; "" if none."""
     step = run_dir.checkpoints.last_step()

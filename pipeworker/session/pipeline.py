@@ -20,6 +20,7 @@ from pipeworker.ranks.rank_info import RankInfo
 from pipeworker.record.checkpoint.checkpoint import Checkpoint
 from pipeworker.record.files.located import located
 from pipeworker.record.rundir import find_checkpoint
+from pipeworker.session.errors import is_regular_end
 from pipeworker.session.options import (
     NOT_OF_A_LOOP,
     check_options,
@@ -371,7 +372,7 @@ class Pipeline:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None or (isinstance(error, SystemExit) and not error.code):
+        if error is None or is_regular_end(error):
             self.close()
         else:
             self._session.fail(error)

@@ -31,7 +31,14 @@ from pipeworker.ranks.coordinator_process import EventListener
 from pipeworker.ranks.rank_info import RankInfo
 from pipeworker.ranks.rendezvous import rendezvous
 from pipeworker.runs.begin import PreparedRun, RunRequest
-from pipeworker.session.errors import STAYS_OPEN, CallFailed, JobEnded, extended, saved_step
+from pipeworker.session.errors import (
+    STAYS_OPEN,
+    CallFailed,
+    JobEnded,
+    extended,
+    is_regular_end,
+    saved_step,
+)
 from pipeworker.session.process import plain_modes
 from pipeworker.wire.messages.checkpoint import Save
 from pipeworker.wire.messages.directions import Advance, FromWorker, ToWorker, is_last
@@ -407,8 +414,13 @@ class Session:
                 exit_process(replace(abort, exit_status=kept))
 
     def _at_exit(self) -> None:
-        """Close a pipeline that the script left open; fail the job if an exception ends it."""
-        if (error := getattr(sys, "last_value", None)) is not None:
+        """Close a pipeline that the script left open; fail the job if an exception ends it.
+
+        A child of ``multiprocessing`` that was forked ends without the functions of ``atexit``.
+        """
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        interactive = hasattr(sys, "ps1")  # which no error ends
+        if error is not None and not (is_regular_end(error) or interactive):
             self.fail(error)
         else:
             self.end()

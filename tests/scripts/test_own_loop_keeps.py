@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+import pipeworker
 from support.real_jobs.compare import assert_same
 from support.real_jobs.ranks import Scripts, script
 from support.real_jobs.sources import DROPOUT_JOB, JOB
@@ -122,7 +127,7 @@ ENDED = """
     def before_update(params):
         if os.environ["WHAT"] in ("update", "terminated") and Path("fail").exists():
             Path("fail").unlink()
-            os.kill(os.getpid(), 2)  # takes effect after the update
+            os.kill(os.getpid(), 2 if os.environ["WHAT"] == "update" else 15)  # after the update
 
     torch.manual_seed(0)
     batches = [next(data()) for _ in range(5)]
@@ -250,10 +255,14 @@ def test_a_pipeline_that_nothing_refers_to_ends(scripts: Scripts) -> None:
             pipe.step(next(data()))
         first = json.loads(Path("run-0/summary.json").read_text())
         report(status=first["status"], open=not Path("run-1/summary.json").exists())
+        sys.ps1 = ">>> "  # as in an interactive session, which has shown an error
+        sys.last_value = NameError("of a line before")
     """
     ranks = scripts.start(script(NORMED, loop), 1, alone=True)
     ranks.succeed()
     assert ranks.reported(0) == {"status": "done", "open": True}
+    summary = json.loads((ranks.run_dir.parent / "run-1/summary.json").read_text())
+    assert summary["status"] == "done"
 
 
 AGAIN = """
@@ -283,3 +292,24 @@ def test_a_step_begins_with_the_state_that_was_loaded_and_without_gradients(
     for rank in range(ranks):
         found = started.reported(rank)
         assert found["before"] == found["after"]
+
+
+@pytest.mark.parametrize(
+    ("error", "call"),
+    [
+        (None, "finish"),
+        (GeneratorExit(), "finish"),  # a generator that is not read to its end
+        (SystemExit(), "finish"),
+        (SystemExit(3), "fail"),
+        (ValueError(), "fail"),
+    ],
+)
+def test_what_ends_a_block_without_an_error_closes(error: Any, call: str) -> None:
+    calls: list[str] = []
+    pipe = object.__new__(pipeworker.Pipeline)
+    session: Any = SimpleNamespace(
+        finish=lambda: calls.append("finish"), fail=lambda _: calls.append("fail")
+    )
+    pipe._session = session
+    pipe.__exit__(type(error), error, None)
+    assert calls == [call]
