@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from multiprocessing.util import Finalize
 from typing import Any, NoReturn, TypeVar
 
 from pipeworker.coordinator import report
@@ -105,6 +106,7 @@ class Session:
                 self._control.start(signals=False)
                 self.worker = Worker(settings, self._control)
                 atexit.register(self._at_exit)
+                self._at_end_of_child = Finalize(None, self._at_exit, exitpriority=0)
                 self._control.send(self.worker.hello())
                 joined = True
         except BaseException as error:
@@ -314,6 +316,7 @@ class Session:
             return
         self._left = True
         atexit.unregister(self._at_exit)
+        self._at_end_of_child.cancel()
         self.worker.close()
         self._working = False  # an interrupt may have come before working() could reset it
         self._control.close()

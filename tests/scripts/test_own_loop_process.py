@@ -144,3 +144,30 @@ def test_a_forked_child_takes_no_part_in_the_job(scripts: Scripts) -> None:
     (run,) = ranks.succeed()
     assert ranks.reported(0) == {"step": 2}
     assert run.summary["status"] == "done"
+
+
+def test_a_forked_process_of_multiprocessing_closes_its_pipeline(scripts: Scripts) -> None:
+    """Its end runs no function of atexit."""
+    loop = """
+        import multiprocessing
+
+        def train(name):
+            global pipe  # so it is no garbage when the function ends
+            pipe = pipeworker.Pipeline(model, loss=loss, optimizer=optimizer, run_dir=name)
+            pipe.step(next(data()))
+            if name == "raises":
+                raise ValueError("of my own")
+            if name == "exits":
+                sys.exit()
+
+        def status(name):
+            process = multiprocessing.get_context("fork").Process(target=train, args=(name,))
+            process.start()
+            process.join()
+            return json.loads(Path(name, "summary.json").read_text())["status"]
+
+        report(status=[status("ends"), status("exits"), status("raises")])
+    """
+    ranks = scripts.start(script(JOB, loop), 1, alone=True)
+    ranks.succeed()
+    assert ranks.reported(0) == {"status": ["done", "done", "failed"]}
