@@ -109,6 +109,11 @@ def _folders(path: Path) -> list[Path]:
     return [*dict.fromkeys((path.parent, path.resolve().parent))]
 
 
+def has_begun_to_load() -> bool:
+    """Return whether this process has begun to load a job file."""
+    return _PACKAGE in sys.modules
+
+
 class _FromSource(SourceFileLoader):
     """Compiles the source: Python's cached bytecode may be of an equally large, recent file."""
 

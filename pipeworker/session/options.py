@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeworker.errors import UsageError, a_type
+from pipeworker.job.file import has_begun_to_load
 from pipeworker.job.options import Options
 from pipeworker.job.renamed import reject_batch_size, reject_renamed
 from pipeworker.runs.begin import RunRequest
@@ -50,6 +51,19 @@ def option_names(excluded: Collection[str]) -> list[str]:
     """Return the names of the options that a call takes besides its own parameters."""
     fields = (field.name for field in dataclasses.fields(Options))
     return sorted(name for name in fields if name not in (*excluded, *_INTERNAL))
+
+
+def check_script(where: str) -> None:
+    """Reject the call `where` in a script that is run as a job file: each worker would train it.
+
+    Raises:
+        UsageError: it is.
+    """
+    if has_begun_to_load():
+        raise UsageError(
+            f"{where}: a job file has no loop of its own; run this script with torchrun or python, "
+            "or leave this call out"
+        )
 
 
 def check_options(options: Mapping[str, Any], excluded: Mapping[str, str], where: str) -> None:

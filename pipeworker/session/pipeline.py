@@ -24,6 +24,7 @@ from pipeworker.session.errors import is_regular_end
 from pipeworker.session.options import (
     NOT_OF_A_LOOP,
     check_options,
+    check_script,
     checked_path,
     script_request,
 )
@@ -109,6 +110,7 @@ class Pipeline:
         **options: Any,
     ) -> None:
         where = "pipeworker.Pipeline()"
+        check_script(where)
         job = job_file.check(
             SimpleNamespace(
                 model=model,

@@ -22,7 +22,7 @@ from pipeworker.plan.placement import Placement
 from pipeworker.ranks.coordinator_process import EventListener
 from pipeworker.ranks.rank_info import RankInfo
 from pipeworker.runs.begin import PreparedRun
-from pipeworker.session.options import NOT_OF_A_SCRIPT, check_options, script_request
+from pipeworker.session.options import NOT_OF_A_SCRIPT, check_options, check_script, script_request
 from pipeworker.session.script_hooks import ScriptHooks
 from pipeworker.session.session import Session
 from pipeworker.wire.lines import Verdict
@@ -81,6 +81,7 @@ def train(
         KeyboardInterrupt: the job was interrupted.
     """
     where = "pipeworker.train()"
+    check_script(where)
     job = job_file.check(
         SimpleNamespace(
             model=model,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
+from functools import partial
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,3 +75,14 @@ def test_a_program_without_a_file_is_called_script(
     monkeypatch.setattr(sys, "argv", [name])
     monkeypatch.chdir("/tmp")
     assert process.script_path() == "/tmp/script"
+
+
+def test_a_script_that_is_launched_as_a_job_file_does_not_train(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each worker would train it as a job of one process, before its own job begins."""
+    monkeypatch.setitem(sys.modules, "pipeworker_job", ModuleType("pipeworker_job"))
+    calls: list[Callable[..., Any]] = [pipeworker.Pipeline, partial(pipeworker.train, data=[])]
+    for call in calls:
+        with pytest.raises(pipeworker.UsageError, match=r"\(\): a job file has no loop of its own"):
+            call([], loss=None, optimizer=None)
