@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -193,13 +193,12 @@ class Updater:
             if parameter.grad is not None and parameter.grad.is_conj():
                 parameter.grad = parameter.grad.resolve_conj()  # to be changed in place
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        for dtype, alike in _by_kind(gradients):
+        for alike in _by_kind(gradients):
             # Divide, as a plain loop does: a product with the reciprocal differs in the last bit.
             if update.divisor != 1.0:
                 divide(alike, update.divisor)
-            if update.scale != 1.0:  # torch would round a float to the dtype, if that is short
-                real = torch.promote_types(dtype.to_real(), torch.float32)
-                multiply(alike, torch.tensor(update.scale, dtype=real))
+            if update.scale != 1.0:
+                multiply(alike, _factor(update.scale, alike[0]))
         if gradients and self._clip_value is not None:  # torch rejects an empty list
             if found := [g for g in gradients if g.is_sparse or g.is_complex()]:
                 kind = "sparse" if found[0].is_sparse else "complex"
@@ -247,10 +246,8 @@ def _shifted(name: str, first: int) -> str:
     return numbered(index + first, key)
 
 
-def _by_kind(
-    gradients: Sequence[torch.Tensor],
-) -> Iterator[tuple[torch.dtype, list[torch.Tensor]]]:
-    """Yield gradients that torch changes by one kernel, and their dtype.
+def _by_kind(gradients: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """Return gradients in lists that torch changes by one kernel.
 
     For a list of several dtypes or layouts torch has other kernels on a GPU, which multiply by the
     reciprocal. What a stage's gradients have in common depends on the number of stages.
@@ -259,8 +256,15 @@ def _by_kind(
     for gradient in gradients:
         kind = gradient.dtype, gradient.device, gradient.layout
         found.setdefault(kind, []).append(gradient)
-    for (dtype, _, _), alike in found.items():
-        yield dtype, alike
+    return found.values()
+
+
+def _factor(scale: float, gradient: torch.Tensor) -> torch.Tensor | float:
+    """Return a factor that is not rounded to a short dtype, as a float is by torch on a CPU."""
+    if not gradient.is_cpu:  # here torch's kernels would refuse a tensor of the CPU
+        return scale
+    dtype = torch.promote_types(gradient.dtype.to_real(), torch.float32)
+    return torch.tensor(scale, dtype=dtype, device="cpu")
 
 
 def _elements(gradient: torch.Tensor) -> torch.Tensor:
