@@ -129,7 +129,7 @@ class RunRequest:
             raise UsageError("--auto-resume: no directory is given; add --run-dir")
         if self.resume and not self.run_dir:
             raise UsageError("--resume: no run is given; add --run-dir, or write --resume RUN")
-        if self.allow_change and not self.resume:
+        if self.allow_change and not (self.resume or self.auto_resume):
             raise UsageError(
                 "--allow-change: a new run may have any options; add --resume, or remove it"
             )

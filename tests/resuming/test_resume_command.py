@@ -180,6 +180,16 @@ def test_options_that_contradict_each_other(command: Command) -> None:
     assert command.launch("--steps", "3", *RESUME).steps == 3
 
 
+def test_auto_resume_allows_changes(command: Command) -> None:
+    """The same command begins the run, and continues it with the changed option."""
+    words = ("--auto-resume", "--allow-change", "seed", "--seed")
+    assert command.launch(*words, "3", *NEW).seed == 3
+    complete(command.run, 1)
+    assert command.launch(*words, "4", *NEW).seed == 4
+    error = command.refused("--auto-resume", "--run-dir=run", "--allow-change", "sead", *NEW)
+    assert error.startswith("--allow-change sead: must be one of seed, ")
+
+
 def test_a_directory_that_is_no_run_directory(command: Command) -> None:
     (command.folder / "run").mkdir()
     for name in ("run", "nowhere"):
