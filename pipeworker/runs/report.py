@@ -15,7 +15,7 @@ from pipeworker.errors import UnreadableFile, UsageError, reading
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.facts.peak import peak_flops
 from pipeworker.job.options import Options
-from pipeworker.job.planning import plan_run, request_of
+from pipeworker.job.planning import limited, plan_run, request_of
 from pipeworker.plan.figures import flops_text, rate_text
 from pipeworker.plan.planned import Planned
 from pipeworker.record.plan_file import PlanFile
@@ -159,7 +159,7 @@ def _of_run(run_dir: RunDir, record: RunRecord, lives: Sequence[WorkerLife]) -> 
         advice = Advice("the plan of the run is not that of its last steps")
         return Report(found, recorded, advice, rates)
     owners = schedule.placement.owners
-    measured = measured_facts(facts, ranges, owners, costs)
+    measured = limited(measured_facts(facts, ranges, owners, costs), options)
     known = facts is not None
     advice = advise(measured, request, balance, found, len(recorded), known=known)
     if facts is None or not facts.measured:
