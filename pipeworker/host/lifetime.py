@@ -24,11 +24,13 @@ _ROOT = str(Path(pipeworker.__file__).parents[1])
 # A user's module in the current folder must not be imported in place of one of pipeworker's or of
 # Python's, so the folder that `-c` puts first on the path is removed before any import, and
 # pipeworker's own is appended. `sys` is built in; PYTHONSAFEPATH leaves that folder out.
-# An interrupt before a handler is installed ends the process without a traceback. Where SIGCHLD is
-# ignored, as below some programs, no status of a child is known.
+# An interrupt before a handler is installed ends the process without a traceback. SIGUSR1, which a
+# cluster sends to all processes of a job that is to continue, ends none that starts. Where SIGCHLD
+# is ignored, as below some programs, no status of a child is known.
 _BOOT = (
     "import sys; sys.path[:1] == [''] and sys.path.pop(0); root, name = sys.argv[1:3]; "
     "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "signal.signal(signal.SIGUSR1, signal.SIG_IGN); "
     "signal.signal(signal.SIGCHLD, signal.SIG_DFL); "
     "root in sys.path or sys.path.append(root); "
     "import importlib; sys.exit(importlib.import_module(name).main())"

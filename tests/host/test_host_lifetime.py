@@ -63,6 +63,14 @@ def test_a_process_starts_beside_files_named_like_modules_of_python(
     assert (done.returncode, done.stderr) == (1, "")
 
 
+def test_a_process_that_starts_outlives_the_request_for_a_checkpoint(tmp_path: Path) -> None:
+    """A cluster sends it to all processes of a job, also to those that still import torch."""
+    raises = "import signal\nsignal.raise_signal(signal.SIGUSR1)\ndef main(): return 7"
+    (tmp_path / "starting.py").write_text(raises)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert subprocess.run(lifetime.command("starting"), env=env).returncode == 7
+
+
 LEADER = """
 import os, sys, time
 from multiprocessing import shared_memory
