@@ -351,6 +351,11 @@ def selecting(m: Any, x: torch.Tensor) -> Any:
     return m.l[1](hidden[x[:, 0] > 0])
 
 
+def as_an_array(m: Any, x: torch.Tensor) -> Any:
+    hidden = m.l[0](x)
+    return m.l[1](hidden) + torch.from_numpy(hidden.detach().numpy() * 2)
+
+
 def replaced(m: Any, x: torch.Tensor) -> Any:
     halves = {name: p * 0.5 for name, p in m.l[1].named_parameters()}
     return torch.func.functional_call(m.l[1], halves, (m.l[0](x),))
@@ -389,6 +394,7 @@ def replaced(m: Any, x: torch.Tensor) -> Any:
         (trained, "takes a gradient through its layers, at test_cut_refused.py"),
         (branching, "depends on the numbers of an activation, at test_cut_refused.py"),
         (selecting, "depends on the numbers of an activation, at test_cut_refused.py"),
+        (as_an_array, "depends on the numbers of an activation, at test_cut_refused.py"),
         (replaced, "replaces the parameters of a unit"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -51,8 +51,9 @@ from pipeworker.worker.transport.structure import TypeRegistry, flatten
 
 _NEEDS_NUMBERS = ("DataDependentOutputException", "DynamicOutputShapeException")
 """Names of the exceptions of fake tensors whose numbers are asked for."""
-_NO_DATA = "data is not allocated yet"
-"""Part of torch's RuntimeErrors for a kernel, as of packed sequences, that reads the numbers."""
+_NO_DATA = ("data is not allocated yet", ".numpy() is not supported for tensor subclasses")
+"""Parts of torch's RuntimeErrors for a kernel, as of packed sequences, that reads the numbers, and
+for an array of NumPy."""
 
 
 class Planning:
@@ -111,7 +112,9 @@ class Planning:
             with rng.preserve_generators(), functions, self._mode:
                 out = module(*args, **kwargs)
         except Exception as error:
-            if type(error).__name__ in _NEEDS_NUMBERS or _NO_DATA in str(error):
+            if type(error).__name__ in _NEEDS_NUMBERS or any(
+                text in str(error) for text in _NO_DATA
+            ):
                 raise self._needs_numbers(error) from error
             layer, unit = self._here()
             count = next((len(tensor) for tensor in tensors if tensor.dim()), 1)
@@ -162,9 +165,10 @@ class Planning:
         layer, unit = self._here()
         return UsageError(
             f"layer {layer} ({unit}): the model's forward depends on the numbers of an activation, "
-            f"at {line_of_error(error)}: an if, an assertion, item(), a selection by a mask or "
-            "pack_padded_sequence. A pipeline cannot cut it there; move the code into a module "
-            "with parameters, which runs as a whole, or cut the model by hand, as a list of layers"
+            f"at {line_of_error(error)}: an if, an assertion, item(), numpy(), a selection by a "
+            "mask or pack_padded_sequence. A pipeline cannot cut it there; move the code into a "
+            "module with parameters, which runs as a whole, or cut the model by hand, as a list "
+            "of layers"
         )
 
     def changes(self, tensor: torch.Tensor) -> bool:
