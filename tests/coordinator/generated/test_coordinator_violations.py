@@ -85,7 +85,7 @@ def test_a_malformed_frame_names_its_sender() -> None:
 
 def step_done(**wrong: object) -> list[object]:
     """Return the fields of a StepDone, some of them replaced."""
-    right = [1, 1, [], [], [], 0.0, 0.1, 0, None, -1, 0.0, False, -1, 0.0, [], []]
+    right = [1, 1, [], [], [], 0.0, 0.1, 0, None, -1, 0.0, False, -1, 0.0, [], [], [0, 0]]
     names = [field.name for field in fields(StepDone)]
     return [wrong.get(name, value) for name, value in zip(names, right, strict=True)]
 
@@ -139,34 +139,35 @@ WRONG = [
     ("StepDone", step_done(snapshot_step=-2), "a snapshot of step -2"),
     ("StepDone", step_done(snapshot_torn=-2), "a torn snapshot of step -2"),
     ("StepDone", step_done(snapshot_seconds=-1.0), "-1.0 seconds for a snapshot"),
+    ("StepDone", step_done(leading=[1]), "a place of 1 numbers"),
     (
         "Call",
-        [0, "step", [1, 2**63, 1, 0, 0, 0], False, False, None, ""],
+        [0, "step", [1, 2**63, 1, 0, 0, 0], False, False, None, False, ""],
         "of 9223372036854775808 samples",
     ),
     (
         "Call",
-        [0, "load", None, True, False, None, ""],
+        [0, "load", None, True, False, None, False, ""],
         "LOAD without a checkpoint",
     ),
     (
         "Call",
-        [0, "save", None, True, False, [1, 0.0, 0, 0], ""],
+        [0, "save", None, True, False, [1, 0.0, 0, 0, 0], False, ""],
         "LOAD without a checkpoint",
     ),
     (
         "Call",
-        [0, "load", None, True, False, [-1, 0.0, 0, 0], ""],
+        [0, "load", None, True, False, [-1, 0.0, 0, 0, 0], False, ""],
         "checkpoint with a negative",
     ),
     (
         "Call",
-        [0, "load", None, True, False, [1, -1.0, 0, 0], ""],
+        [0, "load", None, True, False, [1, -1.0, 0, 0, 0], False, ""],
         "checkpoint with a negative",
     ),
     (
         "Call",
-        [0, "load", None, True, False, [1, 1.0, 0, -1], ""],
+        [0, "load", None, True, False, [1, 1.0, 0, -1, 0], False, ""],
         "checkpoint with a negative",
     ),
     ("Upcoming", [0, 0], "a mini-batch of 0 micro-batches"),
