@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -332,10 +333,37 @@ class Filling(Biased):
         return last(parts.sum(1) + same) + total
 
 
+class Keeping(nn.Module):
+    """Keeps what it computes in the part of a cache that is its own, and reads it there."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.linear, self.index = nn.Linear(WIDTH, WIDTH), index
+
+    def forward(self, x: torch.Tensor, cache: Any) -> Any:
+        cache.parts[self.index] = self.linear(x)
+        return torch.tanh(cache.parts[self.index])
+
+
+class Cached(nn.Module):
+    """Calls all of its layers with one object, as XLM does with a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Keeping(index) for index in range(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        cache = SimpleNamespace(parts={})
+        for layer in self.layers:
+            x = layer(x, cache)
+        return x
+
+
 @pytest.mark.parametrize(
     "make",
     [
         Biased,
+        Cached,
         Shifting,
         Filling,
         HookedBackward,

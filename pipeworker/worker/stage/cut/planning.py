@@ -46,7 +46,7 @@ from pipeworker.worker.stage.cut.inner_hooks import Heard, hooked_in, tell
 from pipeworker.worker.stage.cut.isolation import Isolation
 from pipeworker.worker.stage.cut.plan import INPUT, CutPlan, Number
 from pipeworker.worker.stage.cut.shapes import HollowUnit
-from pipeworker.worker.stage.cut.trace import Recording, Trace
+from pipeworker.worker.stage.cut.trace import Call, Recording, Trace, is_object
 from pipeworker.worker.transport.structure import TypeRegistry, flatten
 
 _NEEDS_NUMBERS = ("DataDependentOutputException", "DynamicOutputShapeException")
@@ -63,6 +63,8 @@ class Planning:
         plan: the plan.
         trace: the calls that depend on parameters.
         described: by layer, descriptions of what its unit returned.
+        inside: by place in the trace, the calls within a unit that is called with an object.
+        isolation: of the units, while and after the forward runs.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Planning:
     ) -> None:
         self.plan, self.trace = CutPlan(), Trace()
         self.described: list[tuple[Any, ...]] = []
+        self.inside: dict[int, list[Call]] = {}
         self._mode = Counting(self.operation)
         self.types, self._parameters = types, parameters
         self._numbers: dict[int, Number] = {}
@@ -91,7 +94,7 @@ class Planning:
         self, module: nn.Module, units: Mapping[str, HollowUnit], isolation: Isolation, batch: Any
     ) -> CutPlan:
         """Return the plan of a hollow module, whose units call :meth:`call`, for an input."""
-        self._units, self._isolation = units, isolation
+        self._units, self.isolation = units, isolation
         self._guards = Guards(module, [one.unit for one in units.values()], self._here)
         self._owned = {
             storage_key(parameter): self._parameters[id(parameter)]
@@ -342,11 +345,12 @@ class Planning:
         given = tensors_of((args, kwargs))
         self._guards.check_tensors(self._unknown(given))
         self.trace.add(name, leaves, self._numbers, self._parameters)
+        gets_object = any(map(is_object, leaves))
         held = held_by(args, kwargs)
         inside = [*tensors_of((args, kwargs)), *tensors_of([before for _, before in held])]
         self._use(inside)
         before = {id(tensor): version_of(tensor) for tensor in inside}
-        out, heard = self._called(name, args, kwargs, held)
+        out, heard = self._called(name, args, kwargs, held, gets_object)
         for tensor in inside:
             if version_of(tensor) != before[id(tensor)]:
                 self._note_change(tensor)
@@ -363,22 +367,27 @@ class Planning:
         tell(unit, heard)
         return out
 
-    def _called(self, name: str, args: Any, kwargs: Any, held: Held) -> tuple[Any, Heard]:
+    def _called(
+        self, name: str, args: Any, kwargs: Any, held: Held, gets_object: bool
+    ) -> tuple[Any, Heard]:
         """Call a unit; reject that others have changed it so that its call differs."""
         unit, recording, expected = self._units[name], Recording(), None
         hooked = hooked_in(unit.unit)
-        changed = self._isolation.changed(name, unit.unit)
+        changed = self.isolation.changed(name, unit.unit)
         common = next((f"{owner.__name__}.{key}" for owner, key in self._common.changed), None)
         if is_suspect := changed is not None or common is not None:
             with suppress(Exception), self._common.unchanged():  # it needs what others set
-                expected = self._isolation.calls_of_fresh(name, args, kwargs)
+                expected = self.isolation.calls_of_fresh(name, args, kwargs)
             restore(held)
-        with recording if is_suspect else nullcontext(), self._common.noting():
+        place = len(self.trace.calls) - 1
+        with recording if is_suspect or gets_object else nullcontext(), self._common.noting():
             made = unit.call(args, kwargs, held, hooked)
+        if gets_object:
+            self.inside[place] = recording.trace.calls
         if is_suspect and recording.trace.calls != expected:
             what = f"sets {changed!r} of {name}, which has an object of its own on each stage"
             if changed is None:
                 what = f"sets {common}, which each stage has for itself"
             raise self._guards.refused(f"or another layer {what}", "pass the value as an argument")
-        self._isolation.note_call(name, unit.unit)
+        self.isolation.note_call(name, unit.unit)
         return made

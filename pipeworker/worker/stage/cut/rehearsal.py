@@ -8,13 +8,16 @@ silently compute other numbers than one process does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from pipeworker.errors import UsageError
+from pipeworker.worker.internals import pytree
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.cut.calls import (
     clear_new,
@@ -26,9 +29,10 @@ from pipeworker.worker.stage.cut.calls import (
 from pipeworker.worker.stage.cut.forward import Forward
 from pipeworker.worker.stage.cut.guards import refused
 from pipeworker.worker.stage.cut.isolation import Isolation
+from pipeworker.worker.stage.cut.objects import held_within
 from pipeworker.worker.stage.cut.planning import Planning
 from pipeworker.worker.stage.cut.shapes import HollowUnit
-from pipeworker.worker.stage.cut.trace import Trace
+from pipeworker.worker.stage.cut.trace import Trace, is_object, without_content
 from pipeworker.worker.stage.cut.units import CPU
 
 _REMEDY = "have units return what they compute, and pass what they need as arguments"
@@ -55,7 +59,8 @@ class Rehearsal(Forward):
         plan = planning.plan
         super().__init__(plan, planning.types, parameters, CPU, len(plan) + 1, (), (), {})
         self._described = [*planning.described]
-        self._expected, self._trace, self._cause = planning.trace.calls, Trace(), cause
+        self._planning, self._expected = planning, planning.trace.calls
+        self._trace, self._cause = Trace(), cause
         self._hollow, self._isolation, self._inside = units, isolation, False
 
     def rehearse(self, module: nn.Module, batch: Any) -> None:
@@ -94,7 +99,7 @@ class Rehearsal(Forward):
             return unit(*args, **kwargs)
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._compare(name, leaves_of((args, kwargs)))
+        self._compare(name, leaves_of((args, kwargs)), partial(self._is_alike, name, args, kwargs))
         if self._isolation is not None:
             self._inside = True
             try:
@@ -104,14 +109,40 @@ class Rehearsal(Forward):
                 self._inside = False
         return super()._call(name, args, kwargs)
 
-    def _compare(self, name: str, leaves: Sequence[Any]) -> None:
+    def _compare(
+        self, name: str, leaves: Sequence[Any], is_alike: Callable[[int], bool] = lambda _: False
+    ) -> None:
         place = len(self._trace.calls)
         self._trace.add(name, leaves, self._numbers, self._parameters)
-        if place >= len(self._expected) or self._trace.calls[place] != self._expected[place]:
+        if place < len(self._expected) and self._trace.calls[place] == self._expected[place]:
+            return
+        if place >= len(self._expected) or not is_alike(place):
             raise self._elsewhere(f"{name} gets other arguments, or was not called here")
+
+    def _is_alike(self, name: str, args: Any, kwargs: Any, place: int) -> bool:
+        """Return whether a unit does the same although an object that it is given holds others.
+
+        A cache of all layers, of which each one only uses its own part, is such an object.
+        """
+        inside = self._planning.inside.get(place)
+        calls = self._trace.calls[place], self._expected[place]
+        if inside is None or without_content(calls[0]) != without_content(calls[1]):
+            return False
+        try:  # the unit may change the object, as it did on its stage
+            args, kwargs = pytree.tree_map(_with_own_content, (args, kwargs))
+            return self._planning.isolation.calls_of_fresh(name, args, kwargs) == inside
+        except Exception:  # of the unit: what it needs is set by others
+            return False
 
     def _elsewhere(self, reason: str, *, in_forward: bool = True) -> UsageError:
         layer = min(self._layer, len(self._plan) - 1)
         left_by, when = self._cause
         what = f"depends on what {left_by} leaves in an attribute or an object: {when} {reason}"
         return refused(layer, self._plan.units[layer], what, _REMEDY)
+
+
+def _with_own_content(leaf: Any) -> Any:
+    if not is_object(leaf):
+        return leaf
+    kept = [one for one in held_within(leaf) if isinstance(one, (torch.Tensor, nn.Module))]
+    return copy.deepcopy(leaf, {id(one): one for one in kept})

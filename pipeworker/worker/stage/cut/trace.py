@@ -19,6 +19,22 @@ Call = tuple[Any, ...]
 _PLAIN = (*PLAIN_TYPES, torch.device)
 
 
+class Content(tuple[Any, ...]):
+    """The key of an object: what it holds, which units may change."""
+
+    __slots__ = ()
+
+
+def is_object(leaf: Any) -> bool:
+    """Return whether a leaf of arguments is an object that may hold others."""
+    return not isinstance(leaf, (torch.Tensor, slice, *_PLAIN))
+
+
+def without_content(call: Call) -> Call:
+    """Return a call as it is whatever the objects in its arguments hold."""
+    return tuple(key[0][0] if isinstance(key, Content) else key for key in call)
+
+
 class Trace:
     """The calls of one run that depend on parameters, in order."""
 
@@ -31,9 +47,9 @@ class Trace:
         self.calls.append((name, *(self._key(leaf, known) for leaf in leaves)))
 
     def _key(self, leaf: Any, known: Sequence[Mapping[int, Any]]) -> Any:
-        if isinstance(leaf, (torch.Tensor, slice, *_PLAIN)):
+        if not is_object(leaf):
             return self._atom(leaf, known)
-        return tuple(self._atom(one, known) for one in held_within(leaf))  # units may change it
+        return Content(self._atom(one, known) for one in held_within(leaf))
 
     def _atom(self, leaf: Any, known: Sequence[Mapping[int, Any]]) -> Any:
         if isinstance(leaf, torch.Tensor):
