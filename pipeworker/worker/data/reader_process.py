@@ -291,6 +291,8 @@ class ReaderProcess:
                 case Next():
                     return self._next(request)
                 case Length():
+                    if request.replica != self._job.reader.replica:
+                        return self._lost()
                     return Packed(Began(found=True, length=self._job.reader.length))
                 case Peek():
                     return self._peek(request)

@@ -48,7 +48,13 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Report the length of the data; the reply is :class:`Began`."""
+    """Report the length of the data to a worker of a replica; the reply is :class:`Began`.
+
+    It is the first request to a process that has read for an earlier worker of the rank, which may
+    have been of another replica, if there were more stages.
+    """
+
+    replica: int
 
 
 @dataclass(frozen=True, slots=True)

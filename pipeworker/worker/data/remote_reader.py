@@ -164,12 +164,16 @@ class RemoteReader(Reader):
             return self._is_remote
         if self._link.living is not None:
             self._connection, self._is_remote = self._link.living, True
-            try:
-                self._remote_length = self._ask(Length(), Began).length
-            except _CannotRead:
-                self._start_anew()
-        elif is_generator(self.data):
-            raise _CannotRead("the process for it cannot be started")
+            with suppress(_CannotRead):
+                began = self._ask(Length(self._setup.replica), Began)
+                if began.found:
+                    self._remote_length = began.length
+                    return True
+            self._connection = self._is_remote = None
+        if is_generator(self.data):
+            if self._link.living is None:
+                raise _CannotRead("the process for it cannot be started")
+            self._start_anew()
         else:
             length = super().measure()
             assert self._epoch is not None

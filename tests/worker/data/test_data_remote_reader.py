@@ -77,18 +77,26 @@ class Host:
             if select.select([self._readers.fileno()], [], [], 0.02)[0]:
                 self._readers.start_requested()
 
-    def worker(self, stall_seconds: float = 60.0, answer_seconds: float = 60.0) -> RemoteReader:
+    def worker(
+        self,
+        stall_seconds: float = 60.0,
+        answer_seconds: float = 60.0,
+        *,
+        replica: int = 0,
+        replicas: int = 1,
+    ) -> RemoteReader:
         """Return the reader of the next worker."""
         link = self._readers.link(0)
         assert link is not None
         path = str(self.folder / "job.py")
         options = Options(path, 1, 2, epochs=2, worker_timeout=answer_seconds)
-        setup = Setup(options.to_json(), str(self.folder / "run"), 0, 0, 1)
+        setup = Setup(options.to_json(), str(self.folder / "run"), 0, replica, replicas)
 
         def data() -> Iterator[Any]:
             yield pytest.fail("the worker reads itself")
 
         found: dict[str, Any] = {"microbatches": 2, "seed": 0, "epochs": 2}
+        found |= {"replica": replica, "replicas": replicas}
         return RemoteReader(data, link, setup, stall_seconds, answer_seconds, **found)
 
     @property
@@ -156,6 +164,22 @@ def test_a_new_worker_gets_what_the_last_one_had_and_nothing_is_read_again(host:
     assert [number_of(read(second)) for _ in range(2)] == [5, 0]  # and the next epoch
     assert len(host.pids) == 1
     assert host.reads[:7] == [0, 1, 2, 3, 4, 5, 0]
+
+
+def test_a_worker_of_another_replica_gets_its_own_micro_batches(host: Host) -> None:
+    """With fewer stages the worker of a rank may be of another replica than the one before it."""
+    host.go()
+    first = host.worker(replica=1, replicas=2)
+    batches = [first.read() for _ in range(3)]
+    second = host.worker(replica=0, replicas=2)
+    second.restore({"epoch": 0, "read": 1})
+    found = second.read()
+    assert found is not None
+    assert batches[1] is not None
+    (other,), (own,) = batches[1].inputs, found.inputs
+    assert len(own) == len(other) == 2
+    assert not torch.equal(own, other)
+    assert len(host.pids) == 2
 
 
 def test_what_no_recovery_needs_is_not_kept_and_is_read_again(host: Host) -> None:
