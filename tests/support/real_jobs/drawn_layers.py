@@ -176,8 +176,8 @@ LIBRARY = """
         return [{"params": some, "weight_decay": decay} for some, decay in both if some]
 
     def bounded(path):
-        # Load in no more processes than the file says, if it exists.
-        if not path.exists():
+        # Load in no more workers than the file says, if it exists; readers do not count.
+        if not path.exists() or Path("/proc/self/comm").read_text().strip() == "reader":
             return
         for number in range(int(path.read_text())):
             LOCKS.append(open(f"lock-{number}", "w"))
