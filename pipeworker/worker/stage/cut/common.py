@@ -22,7 +22,7 @@ from pipeworker.worker.transport.structure import PLAIN_TYPES
 Variable = tuple[Any, str]
 """A class or a module of Python, and a name in it."""
 _State = tuple[list[Any], Any, Any]
-"""What shows a change of a value, the value, and a copy of it, as its content may change."""
+"""Objects that show a change of a value, the value, and a copy of it: its content may change."""
 _VALUES = (*PLAIN_TYPES, list, dict, set, torch.Tensor)
 _ABSENT = object()
 _MOST = 1 << 10
