@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,10 +29,9 @@ from pipeworker.worker.blame import user_code
 from pipeworker.worker.console import capture_exit_message, redirect_output
 from pipeworker.worker.control import Control
 from pipeworker.worker.data.evaluation_sets import read_sets
-from pipeworker.worker.data.packing import send
 from pipeworker.worker.data.reader import MicroBatches, Reader, reader_options
-from pipeworker.worker.data.reader_requests import End, Setup
-from pipeworker.worker.data.remote_reader import RemoteReader
+from pipeworker.worker.data.reader_requests import Setup
+from pipeworker.worker.data.remote_reader import RemoteReader, end_reading
 from pipeworker.worker.device import numerics
 from pipeworker.worker.device.accelerator import Accelerator, accelerator_for
 from pipeworker.worker.device.device import device_for, used_memory
@@ -160,10 +158,7 @@ def _reader(
         patience = timings().patience(options.worker_timeout)
         return RemoteReader(job.data, link, setup, STALL_FACTOR * patience, patience, **found)
     if link is not None:
-        if link.living is not None:  # an earlier worker of the rank had the first stage
-            with suppress(OSError):
-                send(link.living, End())
-        link.close()
+        end_reading(link)  # an earlier worker of the rank may have had the first stage
     return Reader(job.data, **found)
 
 

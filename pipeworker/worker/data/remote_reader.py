@@ -141,13 +141,7 @@ class RemoteReader(Reader):
 
     def close(self) -> None:
         """End the process, if there is one: the job is over."""
-        connection = self._connection or self._link.living
-        if connection is not None:
-            with suppress(OSError):
-                send(connection, End())
-                connection.settimeout(_END_SECONDS)
-                connection.recv(1)  # nothing, when the process ends
-        self._link.close()
+        end_reading(self._link, self._connection, _END_SECONDS)
 
     def _either(self, there: Callable[[], T], here: Callable[[], T]) -> T:
         """Return the result of the process that reads the data, or else of this one."""
@@ -339,3 +333,19 @@ class RemoteReader(Reader):
 def is_generator(data: Any) -> bool:
     """Return whether data is a generator function, which reads nothing when it is called."""
     return inspect.isgeneratorfunction(data) and with_start(data) is None
+
+
+def end_reading(
+    link: ReaderLink, connection: socket.socket | None = None, seconds: float = 0.0
+) -> None:
+    """End the process that reads, by default for an earlier worker of the rank; close the link.
+
+    Wait so many seconds for its end.
+    """
+    connection = connection or link.living
+    if connection is not None:
+        with suppress(OSError):
+            send(connection, End())
+            connection.settimeout(seconds)
+            connection.recv(1)  # nothing, when the process ends
+    link.close()

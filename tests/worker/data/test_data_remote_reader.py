@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from pipeworker.facts.failure import Cause
-from pipeworker.host.data_readers import DataReaders
+from pipeworker.host.data_readers import DataReaders, ReaderLink
 from pipeworker.host.session_watcher import SessionWatcher
 from pipeworker.job.options import Options
 from pipeworker.worker.data import reader_process, remote_reader
 from pipeworker.worker.data.reader_requests import Setup, place_of
-from pipeworker.worker.data.remote_reader import ReadFailed, RemoteReader
+from pipeworker.worker.data.remote_reader import ReadFailed, RemoteReader, end_reading
 from support.real_jobs.jobs import until
 
 JOB = """
@@ -86,8 +86,7 @@ class Host:
         replicas: int = 1,
     ) -> RemoteReader:
         """Return the reader of the next worker."""
-        link = self._readers.link(0)
-        assert link is not None
+        link = self.link()
         path = str(self.folder / "job.py")
         options = Options(path, 1, 2, epochs=2, worker_timeout=answer_seconds)
         setup = Setup(options.to_json(), str(self.folder / "run"), 0, replica, replicas)
@@ -98,6 +97,12 @@ class Host:
         found: dict[str, Any] = {"microbatches": 2, "seed": 0, "epochs": 2}
         found |= {"replica": replica, "replicas": replicas}
         return RemoteReader(data, link, setup, stall_seconds, answer_seconds, **found)
+
+    def link(self) -> ReaderLink:
+        """Return the connections of the next worker."""
+        link = self._readers.link(0)
+        assert link is not None
+        return link
 
     @property
     def reads(self) -> list[int]:
@@ -180,6 +185,14 @@ def test_a_worker_of_another_replica_gets_its_own_micro_batches(host: Host) -> N
     assert len(own) == len(other) == 2
     assert not torch.equal(own, other)
     assert len(host.pids) == 2
+
+
+def test_a_process_ends_whose_rank_reads_none_any_more(host: Host) -> None:
+    host.go()
+    read(host.worker())
+    (pid,) = host.pids
+    end_reading(host.link())
+    until(lambda: "State:\tZ" in Path(f"/proc/{pid}/status").read_text())
 
 
 def test_what_no_recovery_needs_is_not_kept_and_is_read_again(host: Host) -> None:
