@@ -266,7 +266,7 @@ def test_weights_that_a_forward_changes_by_its_own_samples_are_an_error(jobs: Jo
     words = ("--stages", "2", "--microbatches", "4", "--steps", "2")
     run = jobs.run(*words, "--replicas", "2", source=source)
     assert run.status == 2
-    assert "stage 0: its weights differ between the replicas before their first upd" in run.stderr
+    assert "stage 0, layer 0: `weight` differs between the replicas" in run.stderr
     jobs.train(*words, source=source)
 
 

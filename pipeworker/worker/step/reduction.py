@@ -6,7 +6,8 @@ to all (SUM). Each receives the sums of the others (GATHER). All receive the sam
 stay bitwise equal.
 
 Buffers that a forward changes take the values of replica 0, as under DDP's ``broadcast_buffers``.
-Weights that a forward changes are not made equal: an error reports them before the first update.
+Weights that differ between replicas are not made equal: an error reports them. They are compared
+before updates 1, 2, 4, 8, ...
 Deferred batch norm takes the micro-batches of all replicas into account, in their order.
 """
 
@@ -20,8 +21,9 @@ from torch import nn
 
 from pipeworker.errors import SnapshotLost, UsageError
 from pipeworker.worker.internals import buffers_of, version_of
+from pipeworker.worker.stage.rarely import is_checked
 from pipeworker.worker.stage.stage import Stage
-from pipeworker.worker.stage.values import bits_of, checksums
+from pipeworker.worker.stage.values import bits_of, checksum, checksums, is_dense
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.update.replicas import Gradients, Piece, Weights
 
@@ -68,8 +70,10 @@ class Reduction:
         changed, and True."""
         self._present: list[list[bool]] = []
         """By replica and parameter, whether there is a gradient."""
-        self._compares, self._checksum = True, 0
-        """Whether no update was made yet, so all must have the same weights; their checksum."""
+        self._updates = 0
+        """How many updates this reduction has been made for."""
+        self._checksums: dict[str, int] = {}
+        """By name those of the weights, which are compared with the other replicas'."""
 
     def begin(self, signature: int, *, whole: bool) -> None:
         """Begin a mini-batch; with `whole`, the gradients of the step are complete after it."""
@@ -111,11 +115,10 @@ class Reduction:
         present = self._gradients.begin() if self._reduces_gradients else []
         self._flags = [*present, *self._buffers.changes(), True]
         flags = torch.tensor(self._flags, dtype=torch.uint8, device="cpu")
-        weights = [*self._layers.parameters()] if self._compares else []
-        self._checksum = sum(checksums(weights)) % (1 << 63)
+        self._checksums = self._sum_weights() if is_checked(self._updates + 1) else {}
         frame = [
             flags,
-            torch.tensor([self._checksum], device="cpu"),
+            torch.tensor([*self._checksums.values(), 0], device="cpu"),
             *self._stage.deferred.moments(),
         ]
         for goal, sender in self._senders.items():
@@ -136,14 +139,9 @@ class Reduction:
                 f"stage {self._stage.index}: its parameters that require grad, or its buffers, are "
                 "not the same on all replicas; build the same model on each"
             )
-        if any(int(frame[1][0]) != self._checksum for frame in first.values()):
-            raise UsageError(
-                f"stage {self._stage.index}: its weights differ between the replicas before their "
-                "first update, because a forward changes them by its own micro-batches, or model() "
-                "makes others in each process; change weights in the optimizer's step(), keep what "
-                "a forward changes in buffers, or use --replicas 1"
-            )
-        self._compares &= not self._reduces_gradients
+        for frame in first.values():
+            self._compare(frame[1].tolist())
+        self._updates += self._reduces_gradients
         count = len(self._gradients.parameters) if self._reduces_gradients else 0
         self._present = [flags[r][:count] for r in replicas]
         self._buffers.choose([found[count:] for found in flags.values()])
@@ -162,6 +160,24 @@ class Reduction:
             packed = self._buffers.pack(self._stage.device)
             for sender in self._senders.values():
                 sender.send(_BUFFERS, packed)
+
+    def _sum_weights(self) -> dict[str, int]:
+        dense = [(name, p) for name, p in self._layers.named_parameters() if is_dense(p)]
+        sums = torch.stack([checksum(p) for _, p in dense]).tolist() if dense else ()
+        return dict(zip([name for name, _ in dense], sums, strict=True))
+
+    def _compare(self, others: Sequence[int]) -> None:
+        """Compare the checksums of the weights with another replica's."""
+        for (name, own), other in zip(self._checksums.items(), others, strict=False):
+            if own != other:
+                layer, _, parameter = name.partition(".")
+                raise UsageError(
+                    f"stage {self._stage.index}, layer {layer}: `{parameter}` differs between the "
+                    "replicas, because a forward changes it by its own micro-batches, or model(), "
+                    "before_update() or a loop of the user's gives it or its learning rate another "
+                    "value in each process; do the same in all of them, keep what a forward "
+                    "changes in buffers, or use --replicas 1"
+                )
 
     def _sum_piece(self, number: int, piece: Piece) -> None:
         terms = [

@@ -441,3 +441,19 @@ def test_any_number_of_replicas_for_any_sizes(
         copy.deepcopy(layers), mse, batches, way, microbatches=microbatches, optimizer=adam
     )
     assert_equal(pipeline.train(len(batches)), expected)
+
+
+def test_replicas_that_update_with_other_learning_rates_are_found_at_the_next_update() -> None:
+    made: list[torch.optim.Optimizer] = []
+
+    def unlike(parameters: Any) -> torch.optim.Optimizer:
+        made.append(torch.optim.SGD(parameters, lr=0.1 / (1 + len(made))))
+        return made[-1]
+
+    layers = [nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 2)]
+    layers[0].requires_grad_(False)
+    batches = data(8, 8)
+    way = filled(Placement.identity(1, 2))
+    pipeline = Pipeline(layers, mse, batches, way, microbatches=4, optimizer=unlike, limit=5.0)
+    with pytest.raises(UsageError, match=r"stage 0, layer 2: `weight` differs between the repl"):
+        pipeline.train(2)
