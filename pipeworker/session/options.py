@@ -94,6 +94,8 @@ def checked_path(where: str, path: object) -> Path:
     found = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(found, str):
         raise UsageError(f"{where} is {a_type(path)}; make it a path")
+    if not found:  # it would be the current folder
+        raise UsageError(f"{where} is ''; make it a path that is not empty")
     if "\0" in found:
         raise UsageError(f"{where} is {found!r}; a path has no null character")
     return Path(found)

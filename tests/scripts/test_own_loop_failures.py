@@ -257,6 +257,10 @@ def test_a_script_that_ends_with_an_exception_fails_the_job(scripts: Scripts) ->
             "pipeworker.Pipeline(): run_dir is 'a\\x00b'; a path has no null character",
         ),
         (
+            "train(model, loss=loss, optimizer=optimizer, data=data, run_dir='')",
+            "pipeworker.train(): run_dir is ''; make it a path that is not empty",
+        ),
+        (
             "Pipeline(model, loss=loss, optimizer=optimizer, resume='runs/a')",
             "pipeworker.Pipeline(): resume is 'runs/a'; make it True or False, and run_dir the run",
         ),
