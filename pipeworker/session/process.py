@@ -21,6 +21,7 @@ _VSCODE = "__vsc_ipynb_file__"
 """The variable of a notebook in which Visual Studio Code puts its path."""
 _JUPYTER = "JPY_SESSION_NAME"
 """The environment variable in which a Jupyter server puts the path of a kernel's notebook."""
+_CHILD = ("multiprocessing.process", "_bootstrap")
 
 
 def script_path() -> str:
@@ -38,6 +39,17 @@ def notebook_shell() -> Any:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython and "ipykernel" in sys.modules else None
     return shell if hasattr(shell, "kernel") else None
+
+
+def frame_of_child() -> types.FrameType | None:
+    """Return the frame of ``multiprocessing`` that runs this thread; None if it is no child of it.
+
+    When the user's function has ended, the frame has the variable `exitcode`.
+    """
+    frame: types.FrameType | None = sys._getframe()
+    while frame and (frame.f_globals.get("__name__"), frame.f_code.co_name) != _CHILD:
+        frame = frame.f_back
+    return frame
 
 
 class OpenPipelines:

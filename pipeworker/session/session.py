@@ -40,7 +40,7 @@ from pipeworker.session.errors import (
     is_regular_end,
     saved_step,
 )
-from pipeworker.session.process import plain_modes
+from pipeworker.session.process import frame_of_child, plain_modes
 from pipeworker.wire.messages.checkpoint import Save
 from pipeworker.wire.messages.directions import Advance, FromWorker, ToWorker, is_last
 from pipeworker.wire.messages.presence import Abort, Failed, Signalled
@@ -107,6 +107,7 @@ class Session:
                 self.worker = Worker(settings, self._control)
                 atexit.register(self._at_exit)
                 self._at_end_of_child = Finalize(None, self._at_exit, exitpriority=0)
+                self._child = frame_of_child()
                 self._control.send(self.worker.hello())
                 joined = True
         except BaseException as error:
@@ -419,11 +420,14 @@ class Session:
     def _at_exit(self) -> None:
         """Close a pipeline that the script left open; fail the job if an exception ends it.
 
-        A child of ``multiprocessing`` that was forked ends without the functions of ``atexit``.
+        Before Python 3.13, a forked child of ``multiprocessing`` does not run the functions of
+        ``atexit``, but ``Finalize``, while its exception is raised. From 3.13 on it runs the first,
+        and has caught the exception before.
         """
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        error = error or SystemExit(self._child.f_locals.get("exitcode") if self._child else None)
         interactive = hasattr(sys, "ps1")  # which no error ends
-        if error is not None and not (is_regular_end(error) or interactive):
+        if not (is_regular_end(error) or interactive):
             self.fail(error)
         else:
             self.end()
