@@ -115,12 +115,13 @@ class Lifecycle(Waiting):
         if self._interrupt_expired(now):
             stuck = self._stuck(now)
             return self.over(Lost(self._named(stuck), stops=True) if stuck else self.stopped)
-        failure = self._cause.expired(now) or self._timed_out(now)
-        if failure is None:
-            return self._standstill(now)
-        if failure.cause is Cause.SIGNAL:
-            return self._signalled(failure, now)
-        return self._ended_by(failure)
+        failure = self._cause.expired(now)
+        if failure is not None and failure.cause is Cause.SIGNAL:
+            if ends := self._signalled(failure, now):
+                return ends
+            failure = None  # the worker is watched as before
+        failure = failure or self._timed_out(now)
+        return self._standstill(now) if failure is None else self._ended_by(failure)
 
     def checkpoint_requested(self) -> list[Effect]:
         """Save a checkpoint at the end of this step."""
@@ -249,12 +250,15 @@ class Lifecycle(Waiting):
         return self._ended_by(cause)
 
     def _signalled(self, failure: Failure, now: float) -> list[Effect]:
-        """End the worker, or the job, that a signal without another cause was meant for."""
-        if self.interrupted is not None and failure.rank not in self.roster.silent(now):
-            return []  # the whole job was signalled, and the worker stays until the step ends
-        if self.launched and self.interrupted is None:
-            return self.over(Lost(self._named(failure)))
-        return self.over(self.stopped)
+        """End the worker, or the job, that a signal without another cause was meant for.
+
+        Without a launcher no exit is reported, so silence counts as one.
+        """
+        if self.interrupted is None:
+            return self.over(Lost(self._named(failure)) if self.launched else self.stopped)
+        if not self.launched and failure.rank in self.roster.silent(now):
+            return self.over(self.stopped)
+        return []  # the whole job was signalled, and the worker stays until the step ends
 
     def _ended_by(self, failure: Failure) -> list[Effect]:
         """End the generation by a worker's failure, or by its loss."""

@@ -14,6 +14,7 @@ from pipeworker.wire.messages.presence import Failed, Heartbeat, Signalled
 from pipeworker.wire.messages.step import CallKind, Update
 from support.pure.coordinator import (
     NOWHERE,
+    PATIENCE,
     TIMINGS,
     ScriptedJob,
     commit,
@@ -121,6 +122,25 @@ def test_a_job_that_is_signalled_as_a_whole_completes_its_step() -> None:
         assert job.saved() == [commit(1)]
         job.checkpoint_committed()
         assert job.ended.status == "interrupted"
+
+
+def test_a_job_that_is_signalled_as_a_whole_watches_its_workers() -> None:
+    """A worker may hold the interpreter's lock for seconds, but not for the worker timeout."""
+    job = replaceable_job(worker_timeout=PATIENCE).running()
+    job.step(1)
+    job.step(2)
+    job.interrupt()
+    for rank in job.ranks:
+        job.receive(Signalled(rank, "SIGTERM"))
+    job.step(3)
+    assert job.state() is State.SAVING
+    for silent in (TIMINGS.grace, PATIENCE):
+        assert of(job.effects, Restart) == []
+        job.now += silent
+        job.receive(Heartbeat(1, NOWHERE))
+        job.tick()
+    (restart,) = of(job.effects, Restart)
+    assert restart.cause == "stage 0 (pid 1000 on host) has not answered for 60 s"
 
 
 def test_an_interrupted_job_does_not_wait_for_a_worker_that_exited_by_a_signal() -> None:
