@@ -113,8 +113,7 @@ class Lifecycle(Waiting):
         if self.last_end is not None:
             return self._last_save_expired(self.last_end, now)
         if self._interrupt_expired(now):
-            stuck = self._stuck(now)
-            return self.over(Lost(self._named(stuck), stops=True) if stuck else self.stopped)
+            return self._give_up(now)
         failure = self._cause.expired(now)
         if failure is not None and failure.cause is Cause.SIGNAL:
             if ends := self._signalled(failure, now):
@@ -175,22 +174,28 @@ class Lifecycle(Waiting):
     def _interrupt_expired(self, now: float) -> bool:
         """Return whether a job that was interrupted does not reach the end of its step.
 
-        A loop of the user's own may never make another call. Checkpoints are always completed.
+        A loop of the user's own may never make another call. Checkpoints are always completed, and
+        new workers, which are to save a snapshot, may take as long to build as the first ones.
         """
-        if self.interrupted is None or self.state in SAVES:
+        builds = self.state in BEFORE_STEPS and not self.roster.missing
+        if self.interrupted is None or self.state in SAVES or builds:
             return False
         elapsed, limit = now - self.interrupted, self.roster.limit
         if self.options.own_loop:
             return elapsed > self.timings.interrupt
         return elapsed > limit and self.roster.none_moved(limit, now)
 
-    def _stuck(self, now: float) -> Failure | None:
-        """Return why an interrupted step does not end; None if new workers could not save more."""
-        if self.options.own_loop or not self.launched or self.state in BEFORE_STEPS:
-            return None
-        roster = self.roster
-        failure = roster.unheard(now) or roster.deadlocked(self.awaited)
-        return failure or roster.stalled(now, roster.limit)
+    def _give_up(self, now: float) -> list[Effect]:
+        """End a job that was interrupted without its step, which new workers may save."""
+        roster, limit = self.roster, self.roster.limit
+        if self.options.own_loop or not self.launched:
+            return self.over(self.stopped)
+        if self.state in BEFORE_STEPS:
+            text = f"step {self.progress.steps} is not saved: {roster.absent(limit).message}"
+            return [Warned(text), *self.over(self.stopped)]
+        failure = roster.unheard(now) or roster.stalled(now, limit)
+        failure = failure or roster.deadlock(self.awaited, limit)
+        return self.over(Lost(self._named(failure), stops=True))
 
     def _timed_out(self, now: float) -> Failure | None:
         """Return the failure of the first limit that is exceeded, or None.

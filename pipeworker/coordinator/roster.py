@@ -194,10 +194,13 @@ class Roster:
                 text = f"{member.full_name} has not answered for {self.limit:g} s"
                 return member.failure(Cause.HUNG, text)
         if self.missing and now - self.started > JOIN_FACTOR * self.limit:
-            ranks = ", ".join(map(str, self.missing))
-            text = f"rank {ranks} did not join within {JOIN_FACTOR * self.limit:g} s"
-            return Failure(Cause.LOST, text)
+            return self.absent(JOIN_FACTOR * self.limit)
         return None
+
+    def absent(self, limit: float) -> Failure:
+        """Return the failure of the ranks that have not joined within `limit` seconds."""
+        ranks = ", ".join(map(str, self.missing))
+        return Failure(Cause.LOST, f"rank {ranks} did not join within {limit:g} s")
 
     def deadlocked(self, awaited: Collection[int]) -> Failure | None:
         """Return a failure if all awaited workers have reported for too long that they wait.
@@ -208,10 +211,17 @@ class Roster:
         members = [self.members[rank] for rank in sorted(awaited) if rank in self.members]
         moved_at = max((member.moved_at for member in self.members.values()), default=0.0)
         waited = [m.last_heard - moved_at for m in members if m.beat.waiting]
-        several_hosts = self.has_several_hosts
-        limit = self.timings.network_patience(self.limit) if several_hosts else self.limit
+        limit = self.limit
+        if self.has_several_hosts:
+            limit = self.timings.network_patience(limit)
         if not members or len(waited) < len(members) or min(waited) <= limit:
             return None
+        return self.deadlock(awaited, limit)
+
+    def deadlock(self, awaited: Collection[int], limit: float) -> Failure:
+        """Return the failure of awaited workers that have waited for `limit` seconds."""
+        members = [self.members[rank] for rank in sorted(awaited) if rank in self.members]
+        several_hosts = self.has_several_hosts
         names = " and ".join(m.full_name if several_hosts else m.name for m in members)
         have = "has" if len(members) == 1 else "have"
         text = f"{names} {have} waited {limit:g} s without progress (deadlock?)"

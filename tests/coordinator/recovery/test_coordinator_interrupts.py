@@ -54,23 +54,37 @@ def test_after_a_loss_an_interrupted_job_restarts_to_save_the_snapshot() -> None
     ends_with_the_snapshot(job)
 
 
-def wait_for_the_end(job: ScriptedJob, living: tuple[int, ...]) -> list[Effect]:
+def wait_for_the_end(
+    job: ScriptedJob, living: tuple[int, ...], *, waiting: bool = False
+) -> list[Effect]:
     """Interrupt a job in whose step no worker moves, and only these answer, until it ends."""
     job.interrupt()
     for _ in range(3):
         for rank in living:
-            job.receive(Heartbeat(rank, Position(Phase.FORWARD, 4, 1)))
+            job.receive(Heartbeat(rank, Position(Phase.FORWARD, 4, 1), waiting=waiting))
         effects = job.tick(PATIENCE / 2)
         if any(isinstance(effect, (Restart, Verdict)) for effect in effects):
             return effects
     return pytest.fail("the job waits")
 
 
-@pytest.mark.parametrize(("living", "why"), [((0,), "not answered"), ((0, 1), "no progress")])
-def test_a_step_that_does_not_end_gives_the_snapshot(living: tuple[int, ...], why: str) -> None:
-    """New workers save the snapshot if a worker was stopped, or hangs, when the user stops it."""
+@pytest.mark.parametrize(
+    ("living", "waiting", "why"),
+    [
+        ((0,), False, "not answered"),
+        ((0, 1), False, "no progress"),
+        ((0, 1), True, "stage 0 and stage 1 have waited 60 s without progress"),
+    ],
+)
+def test_a_step_that_does_not_end_gives_the_snapshot(
+    living: tuple[int, ...], waiting: bool, why: str
+) -> None:
+    """New workers save the snapshot if a worker was stopped, or hangs, when the user stops it.
+
+    The last heartbeats of workers that wait for each other are older than the limit.
+    """
     job = far()
-    assert of(wait_for_the_end(job, living), Restart)
+    assert of(wait_for_the_end(job, living, waiting=waiting), Restart)
     job.join()
     job.describe()
     ends_with_the_snapshot(job)
@@ -109,6 +123,22 @@ def test_an_interrupt_during_a_restart_does_not_wait_for_missing_workers() -> No
         job.receive(Heartbeat(0, Position(Phase.LOADING)))
         job.tick(PATIENCE / 2)
     assert job.ended.status == "interrupted"
+    (warned,) = of(job.effects, Warned)
+    assert warned.text == "step 2 is not saved: rank 1 did not join within 60 s"
+
+
+def test_an_interrupt_during_a_restart_waits_for_workers_that_build() -> None:
+    """model() and what reads data() again may take longer than the worker timeout."""
+    job = far()
+    job.exited(1, -9)
+    job.interrupt()
+    job.join()
+    for _ in range(5):
+        for rank in job.ranks:
+            job.receive(Heartbeat(rank, Position(Phase.LOADING)))
+        job.tick(PATIENCE / 2)
+    job.describe()
+    ends_with_the_snapshot(job)
 
 
 def test_new_workers_get_time_however_long_ago_the_interrupt_was() -> None:
