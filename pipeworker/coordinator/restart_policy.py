@@ -75,7 +75,7 @@ class ElasticPolicy:
     Args:
         target: workers that the job is to have.
         minimum: workers with which it may continue.
-        wait: seconds until all are tried again; doubled after each attempt that failed.
+        wait: seconds until all are tried again, twice as many for each attempt that has failed.
         workers: the present number.
     """
 
@@ -86,6 +86,7 @@ class ElasticPolicy:
     _since: float = 0.0
     _early_losses: int = 0
     _tried: bool = False
+    _failed: int = 0  # attempts since all workers have run a step
 
     def shrink(self, now: float, *, cannot_start: bool, early: bool, room: int = -1) -> bool:
         """Reduce the number after the loss of a worker, if that is necessary and allowed.
@@ -105,8 +106,7 @@ class ElasticPolicy:
         left = self.workers - 1 if room < 0 else min(self.workers - 1, room)
         if left < self.minimum:
             return False
-        if self._tried:
-            self.wait *= 2
+        self._failed += self._tried
         self._tried, self.workers = False, left
         self._since, self._early_losses = now, 0
         return True
@@ -124,10 +124,12 @@ class ElasticPolicy:
     def steps_run(self, now: float) -> None:
         """Restart the wait until all workers are tried again: the current ones run steps."""
         self._since = now
+        if self.workers == self.target:
+            self._tried, self._failed = False, 0
 
     def may_grow(self, now: float) -> bool:
         """Return whether it is time to try all workers again."""
-        return self.workers < self.target and now - self._since >= self.wait
+        return self.workers < self.target and now - self._since >= self.wait * 2**self._failed
 
     def grow(self) -> None:
         """Set the number to the target."""

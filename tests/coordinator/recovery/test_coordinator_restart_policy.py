@@ -133,3 +133,14 @@ def test_the_wait_before_growing_doubles_after_a_failed_attempt() -> None:
     assert policy.workers == 3
     policy.shrink(161.0, cannot_start=True, early=False)
     assert [policy.may_grow(now) for now in (280.0, 281.0)] == [False, True]
+
+
+def test_the_wait_before_growing_is_the_first_one_after_an_attempt_that_succeeded() -> None:
+    """A node that comes and goes for days does not make the job wait for hours."""
+    policy = ElasticPolicy(3, 1, 60.0, 3)
+    for lost in (100.0, 1000.0, 2000.0):
+        assert policy.shrink(lost, cannot_start=True, early=False)
+        policy.steps_run(lost)
+        assert [policy.may_grow(lost + wait) for wait in (59.0, 60.0)] == [False, True]
+        policy.grow()
+        policy.steps_run(lost + 61.0)
