@@ -267,10 +267,15 @@ class Job:
         return runs and self._elastic.may_grow(now)
 
     def _is_worth_saving(self, end: JobEnd) -> bool:
-        """Return whether the user's code has failed and memory has steps that the disk lacks."""
+        """Return whether the user's code has failed and memory has steps that the disk lacks.
+
+        Weights that gave NaN, which is a failure of the whole step's loss, are not worth it.
+        """
         failure = end.failure
-        users = failure is not None and failure.cause is Cause.USER and failure.rank >= 0
-        return users and self._holds_unsaved
+        if failure is None or failure.cause is not Cause.USER:
+            return False
+        gave_nan = failure.rank < 0 and failure.position.phase is Phase.LOSS
+        return not gave_nan and self._holds_unsaved
 
     @property
     def _holds_unsaved(self) -> bool:

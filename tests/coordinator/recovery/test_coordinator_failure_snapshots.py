@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -14,6 +15,7 @@ from pipeworker.wire.lines import Restart, Warned
 from pipeworker.wire.messages.checkpoint import Restore, Save
 from pipeworker.wire.messages.presence import Failed, Welcome
 from support.pure.coordinator import (
+    BATCH,
     ScriptedJob,
     of,
     replaceable_job,
@@ -89,6 +91,21 @@ def test_without_a_newer_snapshot_nothing_is_saved(options: dict[str, Any]) -> N
             job.checkpoint_committed(written)
     job.receive(RAISED)
     assert job.failure.message == MESSAGE
+
+
+def test_the_snapshot_is_saved_if_replicas_read_other_data() -> None:
+    """The mistake is no rank's alone."""
+    job = replaceable_job(1, replicas=2).running()
+    for step in (1, 2):
+        job.step(step)
+    job.done(0, 3)
+    job.done(1, 3, batch=dataclasses.replace(BATCH, digest=1))
+    (warned,) = of(job.effects, Warned)
+    assert warned.text == "the job failed; step 2 is saved before it ends"
+    assert [advance.next for advance in saves(job.start())] == [Save(2, slot=0)] * 2
+    job.saved()
+    job.checkpoint_committed(2)
+    assert job.failure.message.startswith("data(): replica 1 read another mini-batch for step 4")
 
 
 def test_weights_that_give_nan_are_not_saved() -> None:
