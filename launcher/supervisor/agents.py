@@ -189,5 +189,11 @@ def listen_address(callers: Mapping[str, bool]) -> str:
 
 
 def _is_reachable(address: str) -> bool:
-    """Return whether other hosts can connect to an address."""
-    return bool(address) and not ipaddress.ip_address(address).is_loopback
+    """Return whether other hosts can connect to an address.
+
+    It is empty, or UNKNOWN, if a host's connection is not over TCP (``ProxyCommand``).
+    """
+    try:
+        return not ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

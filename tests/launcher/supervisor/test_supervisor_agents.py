@@ -66,6 +66,7 @@ def test_a_time_before_the_last_message_is_not_silence() -> None:
     [
         (["", "127.0.0.1", "::1"], "127.0.0.1"),
         (["", "10.0.0.1", "10.0.0.1"], "10.0.0.1"),
+        (["UNKNOWN", "10.0.0.1"], "10.0.0.1"),  # sshd's word for a connection that is not TCP
         (["10.0.0.1", "10.1.0.1"], "0.0.0.0"),
         (["10.0.0.1", "fd00::1"], "::"),
         (["192.0.2.1"], "0.0.0.0"),  # of a router that forwards connections, or of a jump host
