@@ -97,7 +97,6 @@ class SnapshotServer(_Server):
 
     def _serve(self, peer: socket.socket) -> None:
         with peer, suppress(OSError, PeerLeft):  # a rejected peer retries
-            peer.settimeout(timings().handshake)
             files = self._memory(*_REQUEST.unpack(_receive(peer, _REQUEST.size))).handles
             sizes = [os.fstat(file).st_size for file in files]
             peer.sendall(_SIZES.pack(*sizes))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 
@@ -19,13 +20,14 @@ from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory
 from pipeworker.worker.transport import handshake
 from pipeworker.worker.transport.credentials import CLOSED, Credentials
 from pipeworker.worker.transport.handshake import HandshakeSteps, Membership, PeerLeft
-from pipeworker.worker.transport.network import Network
+from pipeworker.worker.transport.network import CoordinatorStore, Network
 from pipeworker.worker.transport.snapshot_transfer import (
     MirrorClient,
     MirrorServer,
     SnapshotServer,
     fetch_snapshot,
 )
+from support.faults.authentication import timings
 from support.in_process.transport import ENDPOINT, MEMBERSHIP, LocalStore
 
 
@@ -188,10 +190,11 @@ def test_a_worker_of_another_generation_is_rejected(
     server.close()
 
 
-def test_a_peer_whose_handshake_outlasts_a_poll_is_served(
-    memories: dict[int, list[SnapshotMemory]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As between hosts that are far apart, where a round trip takes longer."""
+@contextlib.contextmanager
+def polled_server(
+    memories: dict[int, list[SnapshotMemory]], store: CoordinatorStore
+) -> Iterator[threading.Semaphore]:
+    """Serve snapshots; yield what counts how often the server polls its connections."""
     polls = threading.Semaphore(0)
 
     class Polled(threading.Event):
@@ -199,21 +202,54 @@ def test_a_peer_whose_handshake_outlasts_a_poll_is_served(
             polls.release()
             return super().is_set()
 
-    store, until = LocalStore().store(), time.monotonic() + 20
-    with monkeypatch.context() as patch:
-        patch.setattr(threading, "Event", Polled)
+    with mock.patch.object(threading, "Event", Polled):
         server = SnapshotServer(memories, store, Network(ENDPOINT, "auto"), MEMBERSHIP)
-    connection = socket.create_connection(handshake.parse_address(store.get("memory/3")), 20)
-    steps = handshake.plain_steps(connection, MEMBERSHIP.snapshot_key(), sends=True)
-    assert select.select([connection], [], [], 20)[0]  # the server's question is there
+    with contextlib.closing(server):
+        yield polls
+
+
+def wait_for_polls(polls: threading.Semaphore, count: int) -> None:
     while polls.acquire(blocking=False):
         pass
-    for _ in range(4):
+    for _ in range(count):
         assert polls.acquire(timeout=20)
-    with handshake.complete(steps, connection, until) as peer:
-        peer.sendall(struct.pack("<2q", 3, 0))
-        assert peer.recv(8) == struct.pack("<q", 1_400_000)
-    server.close()
+
+
+def test_a_peer_whose_handshake_outlasts_a_poll_is_served(
+    memories: dict[int, list[SnapshotMemory]],
+) -> None:
+    """As between hosts that are far apart, where a round trip takes longer."""
+    store, until = LocalStore().store(), time.monotonic() + 20
+    with polled_server(memories, store) as polls:
+        connection = socket.create_connection(handshake.parse_address(store.get("memory/3")), 20)
+        steps = handshake.plain_steps(connection, MEMBERSHIP.snapshot_key(), sends=True)
+        assert select.select([connection], [], [], 20)[0]  # the server's question is there
+        wait_for_polls(polls, 4)
+        with handshake.complete(steps, connection, until) as peer:
+            peer.sendall(struct.pack("<2q", 3, 0))
+            assert peer.recv(8) == struct.pack("<q", 1_400_000)
+
+
+def test_a_slow_line_may_take_longer_for_a_snapshot_than_for_a_handshake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where packets are lost: the line takes nothing for a while, and then the rest."""
+    store, size, changed = LocalStore().store(), 32 << 20, timings(monkeypatch, "0.02")
+    next(changed)
+    with contextlib.closing(SnapshotMemory()) as memory:
+        memory.write(0, bytes(size))
+        with polled_server({3: [memory]}, store) as polls:
+            address = handshake.parse_address(store.get("memory/3"))
+            connection = socket.create_connection(address, 20)
+            steps = handshake.plain_steps(connection, MEMBERSHIP.snapshot_key(), sends=True)
+            with handshake.complete(steps, connection, time.monotonic() + 20) as peer:
+                peer.settimeout(20)
+                peer.sendall(struct.pack("<2q", 3, 0))
+                received = peer.makefile("rb")
+                assert received.read(24) == struct.pack("<3q", size, 0, 0)
+                wait_for_polls(polls, 200)  # for four times the limit of a handshake
+                assert len(received.read(size)) == size
+    next(changed, None)
 
 
 def test_a_client_that_is_closed_does_not_try_to_connect_again() -> None:
