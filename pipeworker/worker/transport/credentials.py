@@ -25,6 +25,7 @@ from pipeworker.worker.transport import handshake
 from pipeworker.worker.transport.handshake import AuthenticationError, HandshakeSteps, PeerLeft
 
 _KEEPALIVE_IDLE = 30  # seconds until the kernel probes a silent peer
+_UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 CLOSED = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
 """The errors of TLS where the peer has closed: without and with its announcement of that."""
 
@@ -119,15 +120,25 @@ class Login:
         """Return an authenticated connection to a listener at (host, port).
 
         A listener that is full of unauthenticated connections may close this one: retry until
-        `deadline` (monotonic), or until `closed` returns True.
+        `deadline` (monotonic), or until `closed` returns True. The kernel reports a host that is
+        off the network for a moment sooner than it would give up the connection.
 
         Raises:
-            OSError: the listener cannot be reached.
+            OSError: the listener cannot be reached; TimeoutError if there is no way to its host.
             AuthenticationError: the process that listens there is not the peer.
         """
+        limit = min(max(0.001, deadline - time.monotonic()), timings().reach)
+        reached_by = time.monotonic() + limit
         while True:
-            limit = min(max(0.001, deadline - time.monotonic()), timings().reach)
-            connection = socket.create_connection(address, timeout=limit)
+            try:
+                connection = socket.create_connection(address, timeout=limit)
+            except OSError as error:
+                if error.errno not in _UNREACHABLE:
+                    raise
+                if closed() or time.monotonic() > reached_by:
+                    raise TimeoutError(error.strerror) from error
+                time.sleep(timings().poll)
+                continue
             steps = self.steps(connection, connects=True)
             try:
                 return handshake.complete(steps, connection, deadline)

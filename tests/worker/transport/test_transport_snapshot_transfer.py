@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import select
 import socket
 import struct
@@ -12,10 +14,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 from unittest import mock
 
 import pytest
 
+from pipeworker.errors import PeerLost
 from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory
 from pipeworker.worker.transport import handshake
 from pipeworker.worker.transport.credentials import CLOSED, Credentials
@@ -116,6 +120,33 @@ def test_nothing_is_sent_unencrypted_while_a_connection_closes(
         closed.result(20)
         assert len(raw) > len(content) // 2
         assert content[:100] not in raw
+
+
+@pytest.mark.parametrize("error", [errno.EHOSTUNREACH, errno.ENETUNREACH])
+def test_a_snapshot_is_fetched_once_its_host_is_on_the_network_again(
+    memories: dict[int, list[SnapshotMemory]], error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an unplugged cable: the kernel has forgotten the way, and reports it at once."""
+    store, failures = LocalStore().store(), [OSError(error, os.strerror(error))] * 3
+    connect = socket.create_connection
+
+    def off_the_network(*args: Any, **named: Any) -> socket.socket:
+        if failures:
+            raise failures.pop()
+        return connect(*args, **named)
+
+    monkeypatch.setattr(socket, "create_connection", off_the_network)
+    server = SnapshotServer(memories, store, Network(ENDPOINT, "auto"), MEMBERSHIP)
+    with contextlib.closing(server):
+        fetched = fetch_snapshot(3, 0, store, Network(ENDPOINT, "auto"), MEMBERSHIP)
+        assert fetched.size == memories[3][0].size
+        fetched.close()
+        failures += [OSError(error, os.strerror(error))] * 10_000
+        changed = timings(monkeypatch, "0.02")
+        next(changed)
+        with pytest.raises(PeerLost, match=f"127.0.0.1:.*: {os.strerror(error)}"):
+            fetch_snapshot(3, 0, store, Network(ENDPOINT, "auto"), MEMBERSHIP)
+        next(changed, None)
 
 
 def test_only_complete_snapshots_are_mirrored(
