@@ -63,6 +63,8 @@ _AGAIN = """\
 # After the first start, the run directory holds this job's run.
 set --
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then set -- --auto-resume; fi"""
+_INTERACTIVE_STEP = "4294967290"
+"""The number of the step in which salloc may run its shell: no step of the user's."""
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "CONFIGURING", "SUSPENDED")
 _RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STOPPED", "RESIZING", "STAGE_OUT")
 _UNKNOWN = "Invalid job id"
@@ -227,7 +229,8 @@ class SlurmAllocation(Carrier):
 
     def is_inside(self, environment: Mapping[str, str]) -> bool:
         """Return whether this process has an allocation, and is not a job step inside it."""
-        return "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment
+        step = environment.get("SLURM_STEP_ID", _INTERACTIVE_STEP)
+        return "SLURM_JOB_ID" in environment and step == _INTERACTIVE_STEP
 
     def agents(self, spec: JobSpec) -> tuple[RemoteAgent, ...]:
         return agents(spec, allocated_nodes(os.environ))

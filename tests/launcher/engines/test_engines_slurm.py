@@ -116,6 +116,7 @@ def test_nodes_share_the_workers_and_srun_carries_their_agents() -> None:
         ({}, False),
         ({"SLURM_JOB_ID": "1"}, True),
         ({"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"}, False),
+        ({"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "4294967290"}, True),  # a shell of salloc
     ],
 )
 def test_an_allocation_is_used_outside_of_job_steps(
