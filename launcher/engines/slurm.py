@@ -63,6 +63,10 @@ _AGAIN = """\
 # After the first start, the run directory holds this job's run.
 set --
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then set -- --auto-resume; fi"""
+_ONE_TASK = (
+    "each node has one job step of one task, which would not get the GPUs of the node; use "
+    "--gpus-per-node"
+)
 _INTERACTIVE_STEP = "4294967290"
 """The number of the step in which salloc may run its shell: no step of the user's."""
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "CONFIGURING", "SUSPENDED")
@@ -164,6 +168,8 @@ class Slurm(Cluster):
                 "--set array: its jobs would share a run directory; submit each by itself, with a "
                 "--run-dir of its own"
             )
+        if "gpus" in spec.settings and spec.nodes > 1:
+            raise UsageError(f"--set gpus: {_ONE_TASK}")
         directives = {
             "job-name": spec.name,
             "nodes": str(spec.nodes),
@@ -306,6 +312,10 @@ def allocated_nodes(environment: Mapping[str, str]) -> tuple[tuple[str, int], ..
     nodes = _run("scontrol", "show", "hostnames", listed).split()
     if len(nodes) != len(cores):
         raise UsageError(f"Slurm's environment: {len(nodes)} nodes, but {len(cores)} counts")
+    tasks = parse_counts(environment.get("SLURM_TASKS_PER_NODE", "1"))
+    for name, count in (("SLURM_GPUS", len(nodes)), ("SLURM_GPUS_PER_TASK", max(tasks))):
+        if name in environment and count > 1:
+            raise UsageError(f"{name}={environment[name]}: {_ONE_TASK}")
     return tuple(zip(nodes, cores, strict=True))
 
 

@@ -75,6 +75,22 @@ def test_an_array_of_jobs_is_rejected() -> None:
         Slurm().render(replace(SPEC, settings={"array": "0-3"}))
 
 
+def test_gpus_that_a_task_on_each_node_would_not_get_are_rejected(commands: Path) -> None:
+    """Slurm would start no job step, or give all workers of a node the GPUs of one task."""
+    with pytest.raises(UsageError, match="--set gpus: each node has one job step of one task"):
+        Slurm().render(replace(SPEC, settings={"gpus": "8"}))
+    assert "--gpus=8" in Slurm().render(replace(SPEC, nodes=1, settings={"gpus": "8"}))
+    stand_in(commands, "scontrol", "printf 'n1\\nn2\\n'")
+    given = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_CPUS_PER_NODE": "4(x2)"}
+    several = {**given, "SLURM_TASKS_PER_NODE": "4(x2)"}
+    with pytest.raises(UsageError, match="SLURM_GPUS=8: each node"):
+        slurm.allocated_nodes({**given, "SLURM_GPUS": "8"})
+    with pytest.raises(UsageError, match="SLURM_GPUS_PER_TASK=1: each node"):
+        slurm.allocated_nodes({**several, "SLURM_GPUS_PER_TASK": "1"})
+    for alone in ({**given, "SLURM_GPUS_PER_TASK": "4"}, {**several, "SLURM_GPUS_PER_NODE": "4"}):
+        assert len(slurm.allocated_nodes(alone)) == 2
+
+
 @pytest.mark.parametrize("name", ["", "-p", "Partition", "a b", "a\n"])
 def test_a_setting_that_is_not_an_option_of_sbatch_is_rejected(name: str) -> None:
     with pytest.raises(UsageError, match="must be a long option of sbatch"):
