@@ -330,8 +330,9 @@ def agents(spec: JobSpec, nodes: Sequence[tuple[str, int]]) -> tuple[RemoteAgent
     for (node, cores), workers in zip(nodes, sizes(spec.workers, len(nodes)), strict=True):
         step = ("srun", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--overlap")
         how = (f"--cpus-per-task={cores}", "--cpu-bind=none", "--quiet", f"--chdir={spec.folder}")
+        environment = "--export=ALL"  # this one's, also in a job with --export=NONE
         ours = ("env", f"{_CALLER}={spec.launcher_address}") if spec.launcher_address else ()
-        line = (*step, *how, *ours, *agent_command(spec, _CALLER))
+        line = (*step, *how, environment, *ours, *agent_command(spec, _CALLER))
         found.append(RemoteAgent(Host(node, workers), line))
     return tuple(found)
 

@@ -116,6 +116,7 @@ def test_nodes_share_the_workers_and_srun_carries_their_agents() -> None:
     line = found[1].command
     assert line[:5] == ("srun", "--nodes=1", "--ntasks=1", "--nodelist=n2", "--overlap")
     assert "--cpus-per-task=4" in line
+    assert "--export=ALL" in line  # sbatch --export=NONE would leave the workers no PATH
     assert line[line.index(sys.executable) :][-4:] == (
         "pipeworker.host.agent",
         "/project/train.py",
