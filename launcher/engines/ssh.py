@@ -20,7 +20,11 @@ from launcher.engines.engine import Carrier, agent_command
 from launcher.spec import Host, JobSpec, RemoteAgent, assign_ranks
 from pipeworker.errors import PipeworkerError, UsageError
 
-CLIENT = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+CLIENT = (
+    *("ssh", "-T", "-o", "BatchMode=yes"),
+    *("-o", "RemoteCommand=none", "-o", "ClearAllForwardings=yes"),  # they are for logins
+    *("-o", "ConnectTimeout=10"),
+)
 _CALLER = "SSH_CONNECTION"
 """The variable in which sshd describes the connection; the client's address comes first."""
 _UNPACK = (

@@ -353,9 +353,21 @@ def test_a_cable_that_is_unplugged_beyond_the_timeout_changes_no_bit(
 
 def test_a_host_that_does_not_accept_the_folder_is_named(client: Sshd, tmp_path: Path) -> None:
     (tmp_path / "job.py").touch()
-    silent = ("ssh", "-T", "-o", "x", "-o", "y", "a", "exit 3")
+    silent = (*ssh.CLIENT, "a", "exit 3")
     full = (*ssh.CLIENT, "a", "echo no room >&2; exit 3")
     with pytest.raises(PipeworkerError, match="host a: it does not accept"):
         ssh.send(tmp_path, [silent])
     with pytest.raises(PipeworkerError, match=f"host a: it does not accept {tmp_path}: no room"):
         ssh.send(tmp_path, [full])
+
+
+def test_what_the_user_configures_for_logins_does_not_affect_agents(client: Sshd) -> None:
+    """A shell that is kept, and a port that another login has forwarded already."""
+    client.add("login")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with (client.folder / "config").open("a") as config:
+            config.write("  RemoteCommand tmux new-session\n  ExitOnForwardFailure yes\n")
+            config.write(f"  LocalForward 127.0.0.1:{port} 127.0.0.1:{port}\n")
+        ran = subprocess.run([*ssh.CLIENT, "login", "echo here"], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (0, "here\n"), ran.stderr

@@ -31,7 +31,7 @@ SPEC = JobSpec(
 def test_an_agent_is_a_command_of_ssh_without_a_secret() -> None:
     first, second = (agent.command for agent in ssh.Ssh().agents(SPEC))
     *client, host, line = first
-    assert client == ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
+    assert client == [*ssh.CLIENT]
     assert host == "a"
     assert line.startswith(f"cd /home/me && exec env OMP_NUM_THREADS=2 {sys.executable} -c '")
     end = " pipeworker.host.agent /project/job.py /runs/x/run.json SSH_CONNECTION"
@@ -118,7 +118,8 @@ def send(folder: Path, to: Path) -> None:
     ((*_, line),) = ssh.receivers(replace(spec, hosts=(Host("a", 1),)))
     assert line.count(str(folder)) == 3
     script = line.replace(str(folder), str(to))
-    carrier = ("sh", "-c", script, "", "", "", "a")  # the host is where ssh's command has it
+    unused = [""] * (len(ssh.CLIENT) - 3)
+    carrier = ("sh", "-c", script, *unused, "a")  # the host is where ssh's command has it
     ssh.send(folder, [carrier])
 
 
