@@ -13,6 +13,8 @@ the first part and only accumulated in the second, if
  - a source leads to another source (a weight used twice in a chain), and so would repeat the chain;
  - a source is a user's autograd.Function, which computes all gradients in one call, may
    communicate, and may be the node that fires the hooks of a module;
+ - a source is a group norm, whose kernel crashes on a CPU if its input is in channels-last format
+   and it is to compute the gradients of the weights alone;
  - hooks unpack what a node saved: torch.utils.checkpoint would recompute once for each group.
 
 Two things differ from one backward: everything that the graph saved is kept until the second part,
@@ -181,7 +183,7 @@ class _Graph:
         """Return the groups that are early."""
         sources = {node: self._find(g) for node, g in self._groups.items() if node in self.through}
         early = {self.group(node) for node in self._groups if _unpacked_by_hook(node)}
-        early |= {g for node, g in sources.items() if isinstance(node, BackwardCFunction)}
+        early |= {g for node, g in sources.items() if _computes_all(node)}
         shared = {g for g, count in Counter(sources.values()).items() if count > 1} - early
         # By node, the shared groups with a source behind it, as bits.
         below: dict[Node | None, int] = {}
@@ -196,6 +198,11 @@ class _Graph:
                 bits |= 1 << number
             below[node] = bits
         return early
+
+
+def _computes_all(node: Node) -> bool:
+    """Return whether a node is to compute the gradients of its inputs and weights in one call."""
+    return isinstance(node, BackwardCFunction) or node.name() == "NativeGroupNormBackward0"
 
 
 def _unpacked_by_hook(node: Node) -> bool:

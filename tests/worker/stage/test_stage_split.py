@@ -135,11 +135,17 @@ def test_bits_are_those_of_the_whole_for(name: str) -> None:
     assert first + second <= whole
 
 
+class ChannelsLast(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(memory_format=torch.channels_last)
+
+
 @pytest.mark.parametrize(
     ("module", "shape"),
     [
         (nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(inplace=True)), (4, 2, 6, 6)),
         (nn.Sequential(nn.GroupNorm(2, 4), nn.Conv1d(4, 4, 3, groups=2)), (2, 4, 7)),
+        (nn.Sequential(ChannelsLast(), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 1)), (2, 4, 3, 3)),
         (nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, activation="gelu"), (3, 4, 8)),
         (nn.LSTM(4, 4, 2), (3, 2, 4)),
         (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), (2, 4)),
