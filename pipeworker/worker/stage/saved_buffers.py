@@ -24,6 +24,7 @@ from pipeworker.errors import UsageError
 from pipeworker.worker import blame
 from pipeworker.worker.internals import (
     SAVED_PREFIX,
+    BatchNorm,
     buffers_of,
     ignores_statistics,
     is_fake,
@@ -59,8 +60,9 @@ class SavedBuffers:
     stay on the device.
 
     Whether a parameter changes, or another buffer does later, the second graph of the first
-    mini-batch shows, of the second one, the fourth and so on. The first of the layers has the index
-    `first` in the model.
+    mini-batch shows, of the second one, the fourth and so on. A batch norm uses what it saves in
+    eval mode alone, so a forward may be the first one to depend on its statistics when it switches
+    the mode. The first of the layers has the index `first` in the model.
     """
 
     def __init__(
@@ -70,6 +72,12 @@ class SavedBuffers:
         whole = nn.ModuleList(layers)
         self._modules, self._weights = [*whole.modules()], [*whole.parameters()]
         self._slots: list[Slot] | None = None
+        self._modes = {
+            module: module.training
+            for module in self._modules
+            if isinstance(module, BatchNorm) and module.track_running_stats
+        }
+        """Whether each batch norm was in training in the last forward; those of no slot."""
         self._mini_batches = self._graphs = 0
 
     @property
@@ -90,7 +98,8 @@ class SavedBuffers:
         """
         self._graphs += 1
         is_due = self._graphs == 2 and is_checked(self._mini_batches)
-        return self._forward(mb, is_due) if is_due or not self.is_empty else nullcontext()
+        is_watched = is_due or self._modes or not self.is_empty
+        return self._forward(mb, is_due) if is_watched else nullcontext()
 
     @contextmanager
     def _forward(self, mb: MicroBatch, is_due: bool) -> Iterator[None]:
@@ -101,11 +110,33 @@ class SavedBuffers:
             self._slots = _saved_and_changing(before, mb.output)
         if is_due:
             _check_unchanged(others, mb)
+        self.note_modes(mb)
         copies: Copies = {}
         for slot in self._slots:
             set_slot(slot, copy_of(get_slot(slot), copies))
         if copies and self._offload is not None:
             self._offload.leave(copies.values())
+
+    def note_modes(self, mb: MicroBatch) -> None:
+        """Note, after a forward, which batch norms depend on their statistics from now on.
+
+        Raises:
+            UsageError: it has changed statistics that earlier graphs of the mini-batch depend on.
+        """
+        for norm in [norm for norm, mode in self._modes.items() if norm.training is not mode]:
+            if norm.training and self._graphs > (not mb.recompute):
+                place = next(name for name, module in self._named() if module is norm)
+                raise UsageError(
+                    f"{place}: the forward of micro-batch {mb.number} has switched it to training, "
+                    "which changes the statistics that earlier forwards of the mini-batch depend "
+                    "on; use --recompute always"
+                )
+            if norm.training:
+                self._modes[norm] = True
+            elif not mb.recompute and self._slots is not None:
+                del self._modes[norm]
+                names = "running_mean", "running_var"
+                self._slots += [(norm, n) for n in names if (norm, n) not in self._slots]
 
     def _candidates(self) -> dict[Slot, tuple[torch.Tensor, _State]]:
         """Return the tensors that a forward may change in place, and their states.
@@ -128,16 +159,17 @@ class SavedBuffers:
         """Return the tensors that no copy replaces, parameters among them, as they are."""
         replaced = {*(self._slots or ())}
         return {
-            f"{blame.layer(index, blame.kind_of(layer))}: {folder}{'.' * bool(folder)}{name}": (
-                value,
-                version_of(value),
-                checksum(value),
-            )
-            for index, layer in enumerate(self._layers, self._first)
-            for folder, module in layer.named_modules()
+            f"{place}{'.' * (place[-1] != ' ')}{name}": (value, version_of(value), checksum(value))
+            for place, module in self._named()
             for name, value in (*module.named_parameters(recurse=False), *_tensors_of(module))
             if (module, name) not in replaced and is_dense(value)
         }
+
+    def _named(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield all modules with their names for errors."""
+        for index, layer in enumerate(self._layers, self._first):
+            for folder, module in layer.named_modules():
+                yield f"{blame.layer(index, blame.kind_of(layer))}: {folder}", module
 
 
 _Compared = tuple[torch.Tensor, int, torch.Tensor]

@@ -156,6 +156,7 @@ class Stage:
         with self._buffers.first_forward(mb):
             value, arrived, mb.target = inputs
             output = self._run(mb, value, arrived, Phase.FORWARD)
+        self._saved.note_modes(mb)
         if mb.is_checked and self.checks_outputs:
             mb.checksums = checksums(output)
         mb.edges = ()

@@ -118,6 +118,34 @@ class Renorm(nn.Linear):
         return normal + F.batch_norm(y, norm.running_mean, norm.running_var, training=False)
 
 
+class Switching(nn.Linear):
+    """Has a batch norm that is in training in every other forward."""
+
+    forwards: torch.Tensor
+    first = True
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.norm.train(bool(self.forwards % 2 == 0) is self.first)
+        self.forwards += 1
+        normal: torch.Tensor = self.norm(super().forward(x))
+        return normal
+
+
+class SwitchingLate(Switching):
+    """Uses the statistics first, as a stage sees when it is built."""
+
+    first = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.eval()
+
+
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).pow(2).mean()
 
@@ -134,7 +162,9 @@ def inputs(step: int) -> Sequence[torch.Tensor]:
 
 @pytest.mark.parametrize("recompute", [(), (0,), (0, 2), (1, 2, 3)])
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("kind", [Scale, Untraced, AtTimes, Attribute, Shared, OnContext, Renorm])
+@pytest.mark.parametrize(
+    "kind", [Scale, Untraced, AtTimes, Attribute, Shared, OnContext, Renorm, Switching]
+)
 def test_gradients_are_those_of_the_plain_loop(
     kind: type[nn.Module], offload: bool, recompute: Sequence[int]
 ) -> None:
@@ -266,6 +296,7 @@ def test_parameters_may_change_where_no_backward_needs_their_old_numbers(
         (PowerIteration, r"layer 0 \(PowerIteration\): u", "keep what forwards change in buffers"),
         (Decays, r"layer 2 \(Decays\): weight", "change weights in the optimizer's step"),
         (LateStatistics, "layer 0 .*: norm.running_mean", "use --recompute always"),
+        (SwitchingLate, r"layer 0 \(SwitchingLate\): norm", "use --recompute always"),
     ],
 )
 def test_a_change_without_a_trace_of_what_a_graph_has_saved_is_refused(
