@@ -29,55 +29,88 @@ class _Before:
     copy: torch.Tensor | None
 
 
-class BufferGuard:
-    """The buffers of some layers, which can be restored if a step fails.
+class StepGuard:
+    """The buffers and the extra state of some layers, which can be restored if a step fails.
 
     Only those buffers are copied that are small, or that an earlier step has changed in place. Of
     any other buffer its tensor and its version are kept, which show whether it has changed. The
     kernels of norms change running statistics without a new version, so these are always copied.
-    With `copies_all` all buffers are.
+    Weights that a forward changes, as those of ``nn.Embedding(max_norm=...)``, are found and not
+    restored. With `copies_all` all buffers are copied, and weights are not looked at.
     """
 
     def __init__(self, layers: Iterable[nn.Module], *, copies_all: bool = False) -> None:
-        self._places = [
-            (module, name) for module in _modules(layers) for name in buffers_of(module)
-        ]
+        # Each module once.
+        self._modules = [*dict.fromkeys(one for layer in layers for one in layer.modules())]
+        self._places = [(module, name) for module in self._modules for name in buffers_of(module)]
         self._changing = {
             number
             for number, (module, _) in enumerate(self._places)
             if copies_all or getattr(module, "running_mean", None) is not None
         }
-        self._before: list[_Before] | None = None
+        self._weights = [
+            (module, name, parameter)
+            for module in (() if copies_all else self._modules)
+            for name, parameter in module.named_parameters(recurse=False)
+        ]
+        self._forget()
+
+    def _forget(self) -> None:
+        self._before: list[_Before] = []
+        self._extra: list[tuple[nn.Module, Any]] = []
+        self._versions: list[int] = []
 
     def begin(self) -> None:
-        """Keep the buffers as they are before a step."""
-        self._before = []
+        """Keep the state as it is before a step.
+
+        Raises:
+            UserCodeError: ``get_extra_state()`` of a module raised.
+        """
+        self._forget()
         for number, place in enumerate(self._places):
             tensor: torch.Tensor | None = get_slot(place)
-            version, copy = -1, None
+            version, copied = -1, None
             if tensor is not None:
                 version = version_of(tensor)
                 if number in self._changing or is_small(place, tensor):
-                    copy = tensor.detach().clone()
-            self._before.append(_Before(tensor, version, copy))
+                    copied = tensor.detach().clone()
+            self._before.append(_Before(tensor, version, copied))
+        for module in self._modules:
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                with user_code("get_extra_state()"):
+                    self._extra.append((module, copy.deepcopy(module.get_extra_state())))
+        self._versions = [version_of(parameter) for _, _, parameter in self._weights]
 
     def end(self) -> None:
         """Note that the step is whole, and which buffers it has changed in place."""
-        for number, before in enumerate(self._before or ()):
+        for number, before in enumerate(self._before):
             if before.tensor is not None and version_of(before.tensor) != before.version:
                 self._changing.add(number)
-        self._before = None
+        self._forget()
 
     def restore(self) -> str:
-        """Restore the buffers if a step has begun and has not ended.
+        """Restore the state if a step has begun and has not ended.
 
         Returns:
-            The name of a buffer that cannot be restored, because no step before had changed it; ""
-            if there is none.
+            The name of a weight, or of a buffer that no step before had changed, which cannot be
+            restored; "" if there is none.
+
+        Raises:
+            UserCodeError: ``set_extra_state()`` of a module raised.
         """
-        states, self._before = self._before or [], None
+        changed = self._restore_buffers()
+        for module, state in self._extra:
+            with user_code("set_extra_state()"):
+                module.set_extra_state(state)
+        for (module, name, parameter), version in zip(self._weights, self._versions, strict=False):
+            if version_of(parameter) != version:
+                changed = changed or _name(module, name)
+        self._forget()
+        return changed
+
+    def _restore_buffers(self) -> str:
         with torch.no_grad():
-            for place, before in zip(self._places, states, strict=False):
+            for place, before in zip(self._places, self._before, strict=False):
                 if before.tensor is not None and before.copy is not None:
                     if before.tensor.shape != before.copy.shape:
                         before.tensor.resize_(before.copy.shape)
@@ -88,106 +121,6 @@ class BufferGuard:
                 if get_slot(place) is not before.tensor:
                     set_slot(place, before.tensor)
         return ""
-
-
-class StepGuard:
-    """The state of some layers before a step, which is restored if the step fails.
-
-    It is their buffers and extra state. Weights that a forward changes, as those of
-    ``nn.Embedding(max_norm=...)``, are found and not restored.
-    """
-
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        self._modules = _modules(layers)
-        self._buffers = BufferGuard(self._modules)
-        self._weights = [
-            (module, name, parameter)
-            for module in self._modules
-            for name, parameter in module.named_parameters(recurse=False)
-        ]
-        self._extra: _ExtraStates | None = None
-        self._versions: list[int] = []
-
-    def begin(self) -> None:
-        """Keep the state as it is before a step.
-
-        Raises:
-            UserCodeError: ``get_extra_state()`` of a module raised.
-        """
-        self._buffers.begin()
-        self._extra = _ExtraStates(self._modules)
-        self._versions = [version_of(parameter) for _, _, parameter in self._weights]
-
-    def end(self) -> None:
-        """Note that the step is whole: its update comes next."""
-        self._buffers.end()
-        self._extra, self._versions = None, []
-
-    def restore(self) -> str:
-        """Restore the state if a step has begun and has not ended.
-
-        Returns:
-            The name of a buffer or weight that cannot be restored; "" if there is none.
-
-        Raises:
-            UserCodeError: ``set_extra_state()`` of a module raised.
-        """
-        changed = self._buffers.restore()
-        if self._extra is not None:
-            self._extra.restore()
-        for (module, name, parameter), version in zip(self._weights, self._versions, strict=False):
-            if version_of(parameter) != version:
-                changed = changed or _name(module, name)
-        self._extra, self._versions = None, []
-        return changed
-
-
-class PassGuard:
-    """The buffers and the extra state of some layers, as they are before an evaluation pass.
-
-    Most layers change neither in eval mode, but observers of quantization do, and training must not
-    depend on the passes: on how many there are, or on the replica that runs them. A pass that is
-    interrupted is repeated as a whole by the run that resumes.
-
-    Raises:
-        UserCodeError: ``get_extra_state()`` of a module raised.
-    """
-
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        modules = _modules(layers)
-        self._buffers = BufferGuard(modules, copies_all=True)
-        self._buffers.begin()
-        self._extra = _ExtraStates(modules)
-
-    def restore(self) -> None:
-        """Restore the layers.
-
-        Raises:
-            UserCodeError: ``set_extra_state()`` of a module raised.
-        """
-        self._buffers.restore()
-        self._extra.restore()
-
-
-class _ExtraStates:
-    """Copies of the extra state of the modules that have some."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._states: list[tuple[nn.Module, Any]] = []
-        for module in modules:
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
-                with user_code("get_extra_state()"):
-                    self._states.append((module, copy.deepcopy(module.get_extra_state())))
-
-    def restore(self) -> None:
-        for module, state in self._states:
-            with user_code("set_extra_state()"):
-                module.set_extra_state(state)
-
-
-def _modules(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return all modules of some layers, each once."""
-    return [*dict.fromkeys(module for layer in layers for module in layer.modules())]
 
 
 def _name(module: nn.Module, name: str) -> str:

@@ -28,7 +28,7 @@ from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.local_stages import LocalStages
 from pipeworker.worker.settings import Role
 from pipeworker.worker.stage.values import checksums
-from pipeworker.worker.state.buffers import PassGuard, StepGuard
+from pipeworker.worker.state.buffers import StepGuard
 from pipeworker.worker.state.snapshot_writer import Position, SnapshotWriter
 from pipeworker.worker.step.reduction import Files, Reduction
 from pipeworker.worker.transport.snapshot_transfer import (
@@ -258,8 +258,14 @@ class State:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Restore the layers after an evaluation pass, also after one that is interrupted."""
-        guard = PassGuard(self._layers)
+        """Restore the layers after an evaluation pass, also after one that is interrupted.
+
+        Most layers do not change in eval mode, but observers of quantization do, and training must
+        not depend on the passes: on how many there are, or on the replica that runs them. A pass
+        that is interrupted is repeated as a whole by the run that resumes.
+        """
+        guard = StepGuard(self._layers, copies_all=True)
+        guard.begin()
         try:
             yield
         finally:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeworker.worker.state.buffers import BufferGuard, PassGuard, StepGuard
+from pipeworker.worker.state.buffers import StepGuard
 
 
 class Averages(nn.Module):
@@ -35,7 +35,7 @@ def state(layers: list[nn.Module]) -> dict[str, torch.Tensor]:
 
 def test_what_a_failed_step_has_changed_is_restored() -> None:
     layers = [nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), Averages()]
-    net, guard = nn.Sequential(*layers), BufferGuard(layers)
+    net, guard = nn.Sequential(*layers), StepGuard(layers)
     x = torch.randn(4, 3)
     guard.begin()
     net(x)
@@ -52,7 +52,7 @@ def test_what_a_failed_step_has_changed_is_restored() -> None:
 
 def test_a_buffer_that_is_resized_gets_its_size_and_values_again() -> None:
     layer = Averages()
-    guard = BufferGuard([layer])
+    guard = StepGuard([layer])
     guard.begin()
     placed = layer.get_buffer("placed")
     placed.resize_(7).fill_(2)
@@ -63,7 +63,7 @@ def test_a_buffer_that_is_resized_gets_its_size_and_values_again() -> None:
 
 def test_a_whole_step_stays() -> None:
     layers: list[nn.Module] = [nn.BatchNorm1d(3)]
-    guard = BufferGuard(layers)
+    guard = StepGuard(layers)
     guard.begin()
     layers[0](torch.randn(4, 3))
     guard.end()
@@ -76,7 +76,7 @@ def test_a_whole_step_stays() -> None:
 
 def test_a_buffer_that_no_step_before_has_changed_cannot_be_restored() -> None:
     layers: list[nn.Module] = [Averages(20_000)]
-    guard = BufferGuard(layers)
+    guard = StepGuard(layers)
     guard.begin()
     layers[0](torch.zeros(1))
     assert guard.restore() == "Averages.placed"
@@ -84,7 +84,7 @@ def test_a_buffer_that_no_step_before_has_changed_cannot_be_restored() -> None:
 
 def test_a_large_buffer_that_a_step_before_has_changed_is_restored() -> None:
     layers: list[nn.Module] = [Averages(20_000)]
-    guard = BufferGuard(layers)
+    guard = StepGuard(layers)
     for _ in range(2):
         guard.begin()
         layers[0](torch.zeros(1))
@@ -162,7 +162,8 @@ def test_what_an_interrupted_pass_has_changed_is_restored() -> None:
     net = nn.Sequential(layer, nn.BatchNorm1d(3), Averages(20_000)).eval()
     net(torch.randn(2, 3))
     before = state([net])
-    guard = PassGuard([net])
+    guard = StepGuard([net], copies_all=True)
+    guard.begin()
     for _ in range(2):
         net(torch.randn(4, 3))
     assert layer.calls == [2, 4, 4]
