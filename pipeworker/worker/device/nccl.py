@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,26 +34,6 @@ SETTINGS = {
 INTERFACE = "NCCL_SOCKET_IFNAME"
 
 
-class Work(Protocol):
-    """A submitted send or receive."""
-
-    def wait(self) -> Any:
-        """Make the current stream wait for the transfer."""
-
-
-class Group(Protocol):
-    """A group: rank 0 sends, rank 1 receives; both pass tensors of the same number of bytes."""
-
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
-        """Submit the send of one uint8 tensor; its memory is kept until it is sent."""
-
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
-        """Submit the receive of one uint8 tensor."""
-
-    def abort(self) -> None:
-        """Abort the pending transfers."""
-
-
 class Nccl:
     """A factory of groups of a CUDA device, as torch's process groups.
 
@@ -65,8 +45,8 @@ class Nccl:
         self._device = device
         self.unit = unit_of(device)
 
-    def group(self, store: Store, rank: int, interface: str) -> Group:
-        """Connect a group: rank 0 sends, rank 1 receives. Wait for the other end without a limit.
+    def group(self, store: Store, rank: int, interface: str) -> Any:
+        """Connect a process group: rank 0 sends, rank 1 receives. Wait for the other end for ever.
 
         `interface` is the network interface for connecting; "" lets NCCL choose.
 
@@ -77,8 +57,7 @@ class Nccl:
         if interface and INTERFACE not in os.environ:
             settings[INTERFACE] = f"={interface}"  # NCCL reads the variable once
         with _set(settings):
-            made: Group = nccl_group(store, rank, self._device)
-            return made
+            return nccl_group(store, rank, self._device)
 
 
 @contextmanager

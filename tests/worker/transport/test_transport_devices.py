@@ -15,7 +15,6 @@ import torch
 from pipeworker.errors import PeerLost, UsageError
 from pipeworker.host.task_thread import TaskThread
 from pipeworker.plan.actions import Edge, Payload
-from pipeworker.worker.device.nccl import Work
 from pipeworker.worker.internals import Store
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.links import nccl, shared
@@ -436,7 +435,7 @@ def test_the_error_of_devices_that_cannot_be_connected_names_the_peer(
 
 
 class _Group:
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
         raise RuntimeError("NCCL communicator was aborted")
 
     def abort(self) -> None: ...
@@ -445,7 +444,7 @@ class _Group:
         def wait(self) -> None:
             raise RuntimeError("NCCL communicator was aborted")
 
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
         return self.Gone()
 
 

@@ -28,7 +28,6 @@ from pipeworker.environment import timings
 from pipeworker.plan.actions import Edge
 from pipeworker.record.checkpoint.tensor_file import raw_bytes
 from pipeworker.worker.device.accelerator import Accelerator, Event
-from pipeworker.worker.device.nccl import Group, Work
 from pipeworker.worker.internals import PrefixStore, Store
 from pipeworker.worker.transport.handshake import RendezvousPoint
 from pipeworker.worker.transport.links.link import (
@@ -47,7 +46,7 @@ class NcclLane:
 
     mapped = False
 
-    def __init__(self, edge: Edge, group: Group, accelerator: Accelerator) -> None:
+    def __init__(self, edge: Edge, group: Any, accelerator: Accelerator) -> None:
         self.device = accelerator.device
         self._edge, self._group, self._accelerator = edge, group, accelerator
         # Receives, each with the event behind which its buffer is free.
@@ -84,7 +83,7 @@ class NcclLane:
         aborts.start()
         aborts.join(timings().exit)
 
-    def _submit(self, start: Callable[[], Work]) -> GroupWork:
+    def _submit(self, start: Callable[[], Any]) -> GroupWork:
         """Submit a transfer; to wait for it makes the current stream wait."""
         try:
             return GroupWork(self._edge, start().wait)
@@ -144,12 +143,12 @@ class _ExpiringStore(Store):
         return self._store
 
 
-def _within(seconds: float, make: Callable[[], Group]) -> Group:
+def _within(seconds: float, make: Callable[[], Any]) -> Any:
     """Return the group that `make` returns in time.
 
     NCCL waits for its peer without limit, on a thread that is then abandoned.
     """
-    future: Future[Group] = Future()
+    future: Future[Any] = Future()
 
     def run() -> None:
         try:
