@@ -50,10 +50,6 @@ def is_map_style(source: Any) -> bool:
     )
 
 
-Entries = Mapping[str, Any]
-"""The entries of a position in the data."""
-
-
 class AdvancedLoader:
     """An iteration over a map-style loader, the first mini-batches of which are not loaded.
 
@@ -75,7 +71,7 @@ class AdvancedLoader:
     def __init__(
         self,
         loader: DataLoader[Any],
-        position: Entries,
+        position: Mapping[str, Any],
         watch: Callable[[], Any],
         restore: Callable[[Any], None],
     ) -> None:
@@ -94,8 +90,9 @@ class AdvancedLoader:
             self.skipped = 0
         before = watch() if resets else None
         again = partial(restore, before) if resets else None
-        sampler = _AdvancedSampler(_sampler_of(loader), self.skipped, watch, again)
-        replaced: dict[str, Any] = {_sampler_name(loader): sampler}
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        sampler = _AdvancedSampler(getattr(loader, name), self.skipped, watch, again)
+        replaced: dict[str, Any] = {name: sampler}
         self._streams: _ProcessStreams | None = None
         if workers:
             self._streams = _ProcessStreams(loader, states if restores and fits else None)
@@ -140,14 +137,6 @@ def _fits(states: Any, workers: int) -> bool:
             found, _, _ = _decode(row.numpy().tobytes())
             torch.Generator().set_state(found)
     return True
-
-
-def _sampler_name(loader: DataLoader[Any]) -> str:
-    return "sampler" if loader.batch_sampler is None else "batch_sampler"
-
-
-def _sampler_of(loader: DataLoader[Any]) -> Any:
-    return getattr(loader, _sampler_name(loader))
 
 
 @contextmanager
