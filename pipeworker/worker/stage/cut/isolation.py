@@ -119,12 +119,8 @@ def _held_by(unit: nn.Module) -> _Held:
 def _flat(value: Any) -> Iterator[Any]:
     """Yield a value, and what it holds; with each, what shows that its numbers have changed."""
     for one in held_within(value):
-        yield from _atom(one)
-
-
-def _atom(value: Any) -> Iterator[Any]:
-    yield value
-    yield version_of(value) if isinstance(value, torch.Tensor) else bytes_of(value)
+        yield one
+        yield version_of(one) if isinstance(one, torch.Tensor) else bytes_of(one)
 
 
 def is_same(left: list[Any], right: list[Any]) -> bool:
