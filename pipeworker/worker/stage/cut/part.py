@@ -78,21 +78,9 @@ class Cut:
             leave: called as each layer ends, with what its unit returned.
         """
         self._set_mode(is_training=parts[0].training)
-        outer, self._run = (
-            self._run,
-            Forward(
-                self.plan,
-                self.types,
-                self._parameters,
-                self._device,
-                parts[0].index,
-                parts,
-                calls,
-                self._stand_ins,
-                enter,
-                leave,
-            ),
-        )
+        around = self.plan, self.types, self._parameters, self._device, parts[0].index
+        outer = self._run
+        self._run = Forward(*around, parts, calls, self._stand_ins, enter, leave)
         try:
             return self._run.run(self.module, value)
         finally:
