@@ -22,6 +22,7 @@ from torch import nn
 from pipeworker.errors import SnapshotLost, UsageError
 from pipeworker.worker.internals import buffers_of, version_of
 from pipeworker.worker.stage.rarely import is_checked
+from pipeworker.worker.stage.slots import Slot
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.stage.values import bits_of, checksum, checksums, is_dense
 from pipeworker.worker.transport.channel import Receiver, Sender
@@ -264,10 +265,6 @@ class Reduction:
             sender.flush()  # what is sent are the weights themselves, which the user may change
 
 
-_Slot = tuple[nn.Module, str]
-"""A module and the name of a buffer of its own."""
-
-
 class _Buffers:
     """The buffers of a stage, which get the values of replica 0; large ones only after a change."""
 
@@ -277,18 +274,18 @@ class _Buffers:
         slots = [slot for slot, buffer in self._found() if buffer is not None]
         self._small = [slot for slot in slots if _get(slot).nbytes <= _SMALL]
         self._large = [slot for slot in slots if _get(slot).nbytes > _SMALL]
-        self._chosen: list[_Slot] = []
+        self._chosen: list[Slot] = []
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._checksums: list[tuple[int, ...]] | None = None
         """Those of the large buffers before the first mini-batch; empty after it."""
-        self._untraced: set[_Slot] = set()
+        self._untraced: set[Slot] = set()
         """Large buffers that a forward changes without a trace in their version."""
         self._is_needed = False
 
     def __bool__(self) -> bool:
         return self._is_needed
 
-    def _found(self) -> Iterator[tuple[_Slot, torch.Tensor | None]]:
+    def _found(self) -> Iterator[tuple[Slot, torch.Tensor | None]]:
         for module in self._modules:
             for name, buffer in buffers_of(module).items():
                 yield (module, name), buffer
@@ -345,7 +342,7 @@ class _Buffers:
                     buffer.copy_(sent.clone().view(buffer.dtype).view(buffer.shape))
 
 
-def _get(slot: _Slot) -> torch.Tensor:
+def _get(slot: Slot) -> torch.Tensor:
     module, name = slot
     found = buffers_of(module).get(name)
     return torch.empty(0, device="cpu") if found is None else found
