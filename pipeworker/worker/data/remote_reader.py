@@ -165,8 +165,6 @@ class RemoteReader(Reader):
                     return True
             self._connection = self._is_remote = None
         if is_generator(self.data):
-            if self._link.living is None:
-                raise _CannotRead("the process for it cannot be started")
             self._start_anew()
         else:
             length = super().measure()
