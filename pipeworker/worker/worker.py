@@ -388,11 +388,9 @@ class Worker:
             return None
         with contextlib.suppress(Exception):
             self._change(message.update, worker)
-        return (
-            worker.state.save(message.next, worker.state.at)
-            if isinstance(message.next, Save)
-            else None
-        )
+        if isinstance(message.next, Save):
+            return worker.state.save(message.next, worker.state.at)
+        return None
 
     def has_changed(self) -> bool:
         """Return whether the state is another one than at the last save, if there was one."""

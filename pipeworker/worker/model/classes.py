@@ -31,8 +31,7 @@ def classes_of(modules: Iterable[ModuleType]) -> dict[str, type]:
         named = entry.serialized_type_name != pytree.NO_SERIALIZED_TYPE_NAME_FOUND
         if named and kind not in pytree.BUILTIN_TYPES:
             found[_name(kind)] = kind
-    for kind in (PackedSequence,):  # torch's own modules are not searched
-        found[_name(kind)] = kind
+    found[_name(PackedSequence)] = PackedSequence  # torch's own modules are not searched
     for module in modules:
         for value in list(vars(module).values()):
             # By the type of the value: a lazy proxy that pretends to be a class is not resolved.
