@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -115,8 +114,7 @@ class Updater:
     def squares(self) -> list[float]:
         """Return floats whose exact sum is the squared 2-norm of the stage's gradient.
 
-        They are computed in float64, one per parameter, or per part of a large one. Many are
-        condensed to a few.
+        They are computed in float64, one per parameter, or per part of a large one.
         """
         if self._ties is None:
             found = [p.grad for p in self.parameters]
@@ -132,7 +130,7 @@ class Updater:
         # use none of those again.
         for part, norm in zip(parts, norms.unbind(), strict=True):
             torch.linalg.vector_norm(part, dtype=torch.float64, out=norm)
-        return condensed(norms.square_())
+        return list(norms.square_().tolist())
 
     def apply(self, update: Update) -> None:
         """Scale and clip the gradients, step the optimizer and the scheduler, drop the gradients.
@@ -285,33 +283,3 @@ def _parts(gradient: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return the elements of a gradient in tensors of which a norm is computed fast."""
     values = _elements(gradient)
     return torch.split(values.flatten(), _PART) if values.is_cpu else [values]
-
-
-SHORT = 512
-"""Number of terms up to which ``math.fsum``, which is called next, is as fast."""
-_MOST = 1023  # the exponent of the largest power of two
-
-
-def condensed(terms: torch.Tensor) -> list[float]:
-    """Return floats with the exact sum of `terms`, a float64 tensor of shape [n] on any device.
-
-    They are a few, unless `terms` are few or not finite.
-
-    A power of two is added to all terms and subtracted again, which cuts them off at one bit. The
-    power is chosen so that the parts above this bit are added without rounding, in any order; the
-    parts below are left for the next round (Rump, Ogita and Oishi 2008, "Accurate floating-point
-    summation, part I": ExtractVector).
-    """
-    terms = terms.cpu()
-    if len(terms) <= SHORT:
-        return list(terms.tolist())
-    found: list[float] = []
-    while largest := float(terms.abs().max()):
-        exponent = math.frexp(largest)[1] + len(terms).bit_length()
-        if not math.isfinite(largest) or exponent > _MOST:
-            return [*found, *terms.tolist()]
-        cut = math.ldexp(1.0, exponent)
-        above = (terms + cut).sub_(cut)
-        found.append(float(above.sum()))
-        terms = terms - above
-    return found
