@@ -274,19 +274,6 @@ def test_a_tensor_that_passes_through_all_stages() -> None:
     check(layers, [({"x": x}, y) for x, y in data(6, 6)])
 
 
-@pytest.mark.parametrize("recompute", MODES)
-def test_batch_norm_statistics_are_updated_once(recompute: str) -> None:
-    layers = [nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 2)]
-    batches = data(8, 8, 6)
-    reference = copy.deepcopy(layers)
-    plain(reference, mse, batches, 3)
-    for k in (1, 2, 4):
-        pipeline = fill_drain(layers, batches, balance=partition.even(4, k), recompute=recompute)
-        pipeline.train(3)
-        for name, buffer in reference[1].named_buffers():
-            assert torch.equal(pipeline.layers[1].get_buffer(name), buffer), name
-
-
 def test_the_next_mini_batch_is_read_in_the_gap() -> None:
     pipeline = fill_drain(mlp(), data(6, 4), balance=(2, 3), recompute="always")
     before = pipeline.executors[0].feed.next_batch

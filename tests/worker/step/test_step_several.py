@@ -398,7 +398,9 @@ def test_a_change_that_a_view_on_another_stage_would_show_is_rejected(
     assert_equal(pipeline.train(2), expected)
 
 
-@pytest.mark.parametrize("placement", [*PLACEMENTS.values(), TOGETHER], ids=str)
+@pytest.mark.parametrize(
+    "placement", [*map(Placement.identity, (1, 2, 4)), *PLACEMENTS.values(), TOGETHER], ids=str
+)
 @pytest.mark.parametrize("recompute", MODES)
 def test_batch_norm_statistics_are_updated_once(placement: Placement, recompute: str) -> None:
     layers = [nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 2)]
