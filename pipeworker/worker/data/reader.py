@@ -194,7 +194,7 @@ class Reader:
         With `whole` the micro-batches of all replicas are returned, and tokens are not counted:
         the mini-batch is one of an evaluation or a prediction.
         """
-        samples, signature = self._facts(item, error_prefix)
+        samples, signature = self.check(item, error_prefix)
         count = min(self.microbatches, samples)
         own, digest = range(count), 0
         if self.replicas > 1 and not whole:
@@ -209,12 +209,8 @@ class Reader:
         batch = Batch(signature, samples, count, epoch, digest, tokens)
         return MicroBatches(batch, inputs, targets)
 
-    def check(self, item: Any, error_prefix: str | None = None) -> None:
-        """Check that :meth:`split` can split a mini-batch."""
-        self._facts(item, error_prefix)
-
-    def _facts(self, item: Any, error_prefix: str | None) -> tuple[int, int]:
-        """Return the number of samples and the signature of a mini-batch, which is checked."""
+    def check(self, item: Any, error_prefix: str | None = None) -> tuple[int, int]:
+        """Return the samples and the signature of a mini-batch, if :meth:`split` can split it."""
         prefix = error_prefix or self.error_prefix
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise UsageError(f"{prefix} {_not_a_pair_message(item)}")
