@@ -164,11 +164,7 @@ class _AdvancedSampler:
     """
 
     def __init__(
-        self,
-        sampler: Any,
-        count: int,
-        watch: Callable[[], Any],
-        again: Callable[[], None] | None,
+        self, sampler: Any, count: int, watch: Callable[[], Any], again: Callable[[], None] | None
     ) -> None:
         self.began, self.left = False, count
         self.reached: tuple[Any, Any] | None = None

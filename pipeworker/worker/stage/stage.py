@@ -21,12 +21,7 @@ from pipeworker.worker.stage import losses, split
 from pipeworker.worker.stage.batchnorm import DeferredBatchNorm
 from pipeworker.worker.stage.layers import Layers, StageConfig
 from pipeworker.worker.stage.local_gradients import LocalGradients, add_local_gradients
-from pipeworker.worker.stage.microbatch import (
-    Arrived,
-    Gradients,
-    MicroBatch,
-    pass_boundary,
-)
+from pipeworker.worker.stage.microbatch import Arrived, Gradients, MicroBatch, pass_boundary
 from pipeworker.worker.stage.offload import Copies, Offload
 from pipeworker.worker.stage.rarely import is_checked
 from pipeworker.worker.stage.recompute import Buffers

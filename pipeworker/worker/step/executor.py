@@ -168,13 +168,7 @@ class StepOutput:
 class Executor:
     """The loop over the actions of one worker."""
 
-    def __init__(
-        self,
-        wiring: Wiring,
-        placement: Placement,
-        feed: BatchFeed,
-        ring: Ring,
-    ) -> None:
+    def __init__(self, wiring: Wiring, placement: Placement, feed: BatchFeed, ring: Ring) -> None:
         stage = next(iter(wiring.stages.values())).stage
         self._wiring, self._replicas = wiring, placement.replicas
         self._last = wiring.stages.get(placement.stages - 1)
@@ -210,11 +204,7 @@ class Executor:
 
     def _compile(self, actions: Sequence[Action], number: int) -> None:
         program = compile_program(
-            actions,
-            self._wiring,
-            self.feed.load,
-            number,
-            on_device=self._stopwatch is not None,
+            actions, self._wiring, self.feed.load, number, on_device=self._stopwatch is not None
         )
         if self._labels:
             named = zip(program.instructions, actions, strict=True)

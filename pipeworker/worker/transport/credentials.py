@@ -112,10 +112,7 @@ class Login:
         return self.credentials.steps(connection, self.key, connects=connects)
 
     def connect(
-        self,
-        address: tuple[str, int],
-        deadline: float,
-        closed: Callable[[], bool] = lambda: False,
+        self, address: tuple[str, int], deadline: float, closed: Callable[[], bool] = lambda: False
     ) -> socket.socket:
         """Return an authenticated connection to a listener at (host, port).
 

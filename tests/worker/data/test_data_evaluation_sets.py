@@ -105,10 +105,7 @@ def test_a_set_with_a_length_has_it() -> None:
         ({3: []}, r"evaluation\(\): gave a dict with an int as a name; name each set, as 'val'"),
         ({"": []}, r"gave a dict with an empty text as a name"),
         ({"val": []}, r"evaluation\(\)\['val'\]: is empty; yield at least one"),
-        (
-            {"val": [PAIR], "a:b": []},
-            r"evaluation\(\)\['a:b'\]: is empty",
-        ),
+        ({"val": [PAIR], "a:b": []}, r"evaluation\(\)\['a:b'\]: is empty"),
         ({"val": [3]}, r"evaluation\(\)\['val'\]: gave an int; make it a pair"),
     ],
 )

@@ -17,13 +17,7 @@ from pipeworker.facts.outline import LayerKind, Outline
 from pipeworker.host.position import Tracker
 from pipeworker.job.file import JobFile
 from pipeworker.job.options import Options
-from pipeworker.worker.model.survey import (
-    Found,
-    Survey,
-    fresh_layer,
-    pack_outline,
-    unpack_outline,
-)
+from pipeworker.worker.model.survey import Found, Survey, fresh_layer, pack_outline, unpack_outline
 from pipeworker.worker.profile.counts import counting
 from pipeworker.worker.profile.measure import LayerCall
 from pipeworker.worker.profile.outline import Drawing, Examine, with_loss

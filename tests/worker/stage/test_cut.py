@@ -461,12 +461,6 @@ def test_a_change_of_the_input_is_made_once() -> None:
         assert plan.touched == [0]
         way = filled(Placement.identity(stages), mode)
         pipeline = Pipeline(
-            layers,
-            mse,
-            copy.deepcopy(kept),
-            way,
-            microbatches=2,
-            skips=plan.skips(),
-            optimizer=sgd,
+            layers, mse, copy.deepcopy(kept), way, microbatches=2, skips=plan.skips(), optimizer=sgd
         )
         assert pipeline.train(3).losses == expected.losses

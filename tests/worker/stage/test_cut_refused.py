@@ -112,10 +112,7 @@ class Packs(nn.Module):
         (Counts(), "its forward changes the buffer 'calls' outside of the modules"),
         (Assigns(), "its forward changes the buffer 'calls' outside of the modules"),
         (Fills(), "its forward changes the buffer 'calls' outside of the modules"),
-        (
-            Views(),
-            "changes a tensor in place at .*, of which another layer has",
-        ),
+        (Views(), "changes a tensor in place at .*, of which another layer has"),
         (ViewsOfUnit(), "changes a tensor in place at .*, of which another layer has"),
         (nn.ReLU(), "its forward calls no module with parameters"),
         (Packs(), r"layer 1 \(behind first\): .* depends on the numbers of an activation"),

@@ -17,14 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeworker.worker.stage.split import backward_input
 from support.draws import draws
-from support.in_process.split_backward import (
-    MICROBATCHES,
-    Matmul,
-    Mixed,
-    check,
-    forward,
-    same,
-)
+from support.in_process.split_backward import MICROBATCHES, Matmul, Mixed, check, forward, same
 
 
 def mlp(depth: int = 4, width: int = 8) -> nn.Sequential:

@@ -159,12 +159,7 @@ def test_identity_layers_and_layers_without_parameters() -> None:
 
 def test_integer_inputs_and_frozen_layers_get_no_gradient() -> None:
     frozen = nn.Linear(4, 4).requires_grad_(False)
-    layers = [
-        nn.Identity(),
-        nn.Embedding(10, 4),
-        frozen,
-        nn.Linear(4, 2),
-    ]
+    layers = [nn.Identity(), nn.Embedding(10, 4), frozen, nn.Linear(4, 2)]
     batches = [(torch.randint(10, (6,)), torch.randn(6, 2)) for _ in range(2)]
     check(layers, batches)
     assert frozen.weight.grad is None

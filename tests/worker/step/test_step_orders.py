@@ -117,11 +117,7 @@ def test_frozen_stages_have_no_needless_backward(name: str, mode: str) -> None:
     assert expected.grads[0]["8.weight"] is not None
     made = replace(way(name, workers, [mode]), frozen=frozen)
     pipeline = Pipeline(
-        *(layers, mse, batches, made),
-        balance=balance,
-        microbatches=5,
-        skips=ENDS,
-        optimizer=adam,
+        *(layers, mse, batches, made), balance=balance, microbatches=5, skips=ENDS, optimizer=adam
     )
     assert_equal(pipeline.train(len(SIZES)), expected, name)
     kinds = {(a.kind, a.stage) for order in pipeline.schedule(5).workers for a in order}

@@ -110,12 +110,7 @@ def check(
     """Compare the plain loop with one worker and with the ways of every mode."""
     expected = plain(copy.deepcopy(layers), mse, copy.deepcopy(batches), FOUR)
     one = Pipeline(
-        layers,
-        mse,
-        batches,
-        filled(Placement.identity(1)),
-        microbatches=FOUR,
-        skips=skips,
+        layers, mse, batches, filled(Placement.identity(1)), microbatches=FOUR, skips=skips
     )
     assert_equal(one.train(len(batches)), expected, "one worker")
     for mode in MODES:
@@ -373,11 +368,7 @@ def with_views(of: Callable[[torch.Tensor], torch.Tensor], inplace: bool) -> lis
 @pytest.mark.parametrize("placement", [Placement.identity(3), LOOPED], ids=str)
 @pytest.mark.parametrize(
     ("of", "inplace"),
-    [
-        (lambda h: h[:, :3], True),
-        (lambda h: h[:, :3], False),
-        (lambda h: h[:, :3].clone(), True),
-    ],
+    [(lambda h: h[:, :3], True), (lambda h: h[:, :3], False), (lambda h: h[:, :3].clone(), True)],
     ids=["changed view", "view", "changed copy"],
 )
 def test_a_change_that_a_view_on_another_stage_would_show_is_rejected(

@@ -25,12 +25,7 @@ _TESTS = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(
     ("data", "leaves"),
-    [
-        (b"", False),
-        (b"GET / HTTP/1.1\r\n\r\n", False),
-        (b"\xa5" * 500, False),
-        (b"", True),
-    ],
+    [(b"", False), (b"GET / HTTP/1.1\r\n\r\n", False), (b"\xa5" * 500, False), (b"", True)],
     ids=["silent", "sends", "sends more", "leaves"],
 )
 def test_a_process_that_takes_a_rank_of_a_gloo_group_is_rejected(

@@ -299,9 +299,7 @@ def test_a_silent_connection_is_closed_after_the_time_of_a_handshake(
         assert listener.accepts_peer()
 
 
-def test_a_listener_in_the_peers_place_learns_nothing_and_is_rejected(
-    short_connect: None,
-) -> None:
+def test_a_listener_in_the_peers_place_learns_nothing_and_is_rejected(short_connect: None) -> None:
     """It listens at the name that the store has, without the secret."""
     for reply in (b"", os.urandom(32)):
         with ExitStack() as stack:

@@ -30,12 +30,7 @@ from pipeworker.plan.actions import Edge
 from pipeworker.record.checkpoint.tensor_file import raw_bytes
 from pipeworker.worker.device.accelerator import Accelerator, Event, Mapping, Signal
 from pipeworker.worker.transport.handshake import AuthenticationError
-from pipeworker.worker.transport.links.link import (
-    OneLane,
-    Pending,
-    PendingReceive,
-    peer_lost,
-)
+from pipeworker.worker.transport.links.link import OneLane, Pending, PendingReceive, peer_lost
 from pipeworker.worker.transport.links.sending import RECORD_BYTES, Ancillary, PostedSender
 
 _MAPPING_ERRORS = (RuntimeError, OSError, ValueError, TypeError)  # torch's, if it cannot map

@@ -30,12 +30,7 @@ from pipeworker.record.checkpoint.tensor_file import raw_bytes
 from pipeworker.worker.device.accelerator import Accelerator, Event
 from pipeworker.worker.internals import PrefixStore, Store
 from pipeworker.worker.transport.handshake import RendezvousPoint
-from pipeworker.worker.transport.links.link import (
-    GroupWork,
-    Pending,
-    PendingReceive,
-    peer_lost,
-)
+from pipeworker.worker.transport.links.link import GroupWork, Pending, PendingReceive, peer_lost
 
 REACH_FACTOR = 2  # NCCL searches all paths between the devices before it connects
 _REMEDY = "--backend gloo does without NCCL"
