@@ -179,7 +179,7 @@ class SendingLink(PostedSender):
         if address:
             ctypes.memmove(address, tensor.data_ptr(), size)
         else:
-            record += ctypes.string_at(tensor.data_ptr(), min(size, _INLINE_BYTES))
+            record += ctypes.string_at(tensor.data_ptr(), size)
         try:
             self._socket.send(record)
         except OSError as error:
