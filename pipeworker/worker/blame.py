@@ -226,10 +226,8 @@ def failure_of(
             message, shown = "KeyboardInterrupt", user_traceback(error)
         case _ if is_out_of_memory(error):
             message = f"{text(error)}{use_less}"
-        case _ if _is_out_of_threads(error) or _is_loader_lost(error):
-            message = text(error)
-        case torch.AcceleratorError():  # of a layer's work, which the device has done later
-            message = text(error)
+        case _ if _is_out_of_threads(error) or isinstance(error, torch.AcceleratorError):
+            message = text(error)  # of a layer's work, which the device has done later
         case _:
             cause, message = Cause.INTERNAL, f"a defect in pipeworker: {text(error)}"
             shown = "".join(traceback.format_exception(error))
