@@ -1,7 +1,7 @@
 """Recompute and offload: which micro-batches a stage forwards twice, and when saved tensors return.
 
-*Recompute* (torchgpipe's checkpointing, Kim et al. 2020) drops the graph of a forward and runs the
-forward again (``R``) before the backward.
+*Recompute* (torchgpipe's checkpointing, Kim et al. 2020, section 3.2) drops the graph of a forward
+and runs the forward again (``R``) before the backward.
 
 *Offload* keeps the graph, and moves what it saved to the host's memory. The copy to the host begins
 with the forward and is complete when the stage's next action ends. ``FETCH`` begins the copy back;
@@ -20,8 +20,6 @@ from pipeworker.plan.actions import INPUTS, Action, Kind
 
 OFFLOAD = "offload"
 RECOMPUTE_MODES = ("auto", "always", "except_first", "never", OFFLOAD)
-Recomputed = Sequence[Collection[int]]
-"""By stage, the micro-batches that are forwarded a second time before their backward."""
 
 
 def recomputed(mode: str, microbatches: int) -> range:
@@ -41,14 +39,15 @@ def recomputed(mode: str, microbatches: int) -> range:
     )
 
 
-def with_recomputes(order: Sequence[Action], recomputed: Recomputed) -> list[Action]:
+def with_recomputes(order: Sequence[Action], recomputed: Sequence[Collection[int]]) -> list[Action]:
     """Return a worker's compute order with a recompute right before each backward that needs one.
 
     A recomputed graph is held until its weight part has run. So that a worker holds only one of
     them, that part follows its input part at once, and before it those that the stage has deferred,
     because gradients accumulate in micro-batch order.
 
-    `order` are the worker's forwards and backwards; none are recomputed yet.
+    `order` are the worker's forwards and backwards, and `recomputed` the micro-batches by stage
+    whose forward runs again.
     """
     found: list[Action] = []
     deferred: dict[int, deque[int]] = {}  # by stage, micro-batches without their weight part

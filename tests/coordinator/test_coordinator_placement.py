@@ -16,7 +16,6 @@ from pipeworker.plan import orders
 from pipeworker.plan.actions import Action, format_actions
 from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.recompute import Recomputed
 from pipeworker.wire.lines import Planned
 from pipeworker.wire.messages.plan import Plan, StageRange
 from pipeworker.wire.messages.presence import Failed, Heartbeat, Welcome
@@ -213,12 +212,10 @@ def test_a_mini_batch_without_a_schedule_ends_the_job(
 ) -> None:
     """The coordinator survives; a step has been run already."""
 
-    def whole(
-        placement: Placement, microbatches: int, recomputed: Recomputed
-    ) -> list[list[Action]]:
+    def whole(placement: Placement, microbatches: int) -> list[list[Action]]:
         if microbatches < 4:
             raise ScheduleError("only for four micro-batches")
-        return gpipe(placement, microbatches, recomputed)
+        return gpipe(placement, microbatches)
 
     monkeypatch.setitem(orders.ORDERS, "looped", dataclasses.replace(LOOPED, compute=whole))
     job = two().running()

@@ -3,18 +3,15 @@
 To add a schedule, write a function in a file of this folder that returns, for each worker of a
 replica, its *compute* actions in order, and add it to :data:`ORDERS`::
 
-    def zigzag(placement, microbatches, recomputed):
+    def zigzag(placement, microbatches):
         return [...]  # [[0F0 0F1 0B0 0B1], [1F0 1B0 1F1 1B1]] for 2 workers, 2 micro-batches
 
     Order("zigzag", zigzag)
 
-``placement.held[worker]`` are the stages of a worker, ascending, `microbatches` is M, and
-``recomputed[stage]`` contains the micro-batches that need an ``R`` before their backward. The
+``placement.held[worker]`` are the stages of a worker, ascending, and `microbatches` is M. The
 actions are those of :mod:`pipeworker.plan.actions`: ``F`` and ``B`` once for each stage and
-micro-batch, ``I`` and ``W`` instead of ``B`` where the backward is split, ``R`` for each recomputed
-one (:func:`pipeworker.plan.recompute.with_recomputes` inserts these).
-:func:`pipeworker.plan.connect.connect` and :func:`pipeworker.plan.recompute.with_fetches` add
-all other kinds.
+micro-batch, ``I`` and ``W`` instead of ``B`` where the backward is split.
+:mod:`pipeworker.plan.recompute` and :func:`pipeworker.plan.connect.connect` add all other kinds.
 
 Two rules, which :func:`pipeworker.plan.check.check` verifies for every schedule before it runs:
 
@@ -47,7 +44,7 @@ from pipeworker.plan.orders.v_min import v_min
 from pipeworker.plan.orders.zb_h1 import zb_h1
 from pipeworker.plan.orders.zbv import zbv
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.recompute import OFFLOAD, Recomputed, recomputed, with_fetches
+from pipeworker.plan.recompute import OFFLOAD, recomputed, with_fetches, with_recomputes
 from pipeworker.plan.schedule import Pairs, Schedule
 
 AUTO = "auto"
@@ -58,15 +55,15 @@ AUTO = "auto"
 class Order:
     """A compute order, which makes schedules for any workers.
 
-    `compute` gets a placement, the number of micro-batches and the recomputed ones by stage, and
-    returns the compute actions of each worker of a replica. `arrange` gets the number of workers in
-    a replica and of stages per worker. The user may choose that number of stages (``V``) if it
-    `varies`; `virtual_stages` is then the default. `microbatches` is the number that a written
-    order is for, None for any.
+    `compute` gets a placement and the number of micro-batches, and returns the compute actions of
+    each worker of a replica. `arrange` gets the number of workers in a replica and of stages per
+    worker. The user may choose that number of stages (``V``) if it `varies`; `virtual_stages` is
+    then the default. `microbatches` is the number that a written order is for, None for any; a
+    written order has its recomputes.
     """
 
     name: str
-    compute: Callable[[Placement, int, Recomputed], list[list[Action]]]
+    compute: Callable[[Placement, int], list[list[Action]]]
     arrange: Callable[[int, int], Placement] = Placement.looped
     virtual_stages: int = 1
     varies: bool = False
@@ -97,7 +94,9 @@ class Order:
         if placement.workers < 1 or microbatches < (placement.replicas == 1):
             raise ScheduleError("a schedule needs at least one stage and one micro-batch")
         by_stage = [recomputed(mode, microbatches) for mode in modes]
-        compute = self.compute(placement, microbatches, by_stage)
+        compute = self.compute(placement, microbatches)
+        if self.microbatches is None:
+            compute = [with_recomputes(order, by_stage) for order in compute]
         if frozen:
             compute = [without_backwards(o, frozen, placement.stages) for o in compute]
         if offloads := {stage for stage, mode in enumerate(modes) if mode == OFFLOAD}:
@@ -166,7 +165,7 @@ def _written(schedule: str) -> Order:
     order = text.compute_order(text.parse(schedule))
     workers, most = order.placement.workers, order.microbatches
 
-    def compute(_: Placement, microbatches: int, __: Recomputed) -> list[list[Action]]:
+    def compute(_: Placement, microbatches: int) -> list[list[Action]]:
         if microbatches > most:
             raise ScheduleError(
                 f"--schedule {order.name}: is for {most} micro-batches, not {microbatches}; use "

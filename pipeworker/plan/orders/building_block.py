@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pipeworker.plan.actions import Action, Kind
 from pipeworker.plan.orders.squeeze import squeeze
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.recompute import Recomputed, with_recomputes
 
 _PERIOD = 6
 """Forward, input part and weight part of two stages, of one unit each."""
@@ -23,7 +22,6 @@ Block = tuple[int, int, int, int]
 def repeated(
     placement: Placement,
     microbatches: int,
-    recomputed: Recomputed,
     block: Callable[[int, int], Block],
     limit: int,
 ) -> list[list[Action]]:
@@ -46,5 +44,4 @@ def repeated(
             for m in range(microbatches)
         ]
         orders.append([action for _, action in sorted(timed)])
-    squeezed = squeeze(placement, orders, limit)
-    return [with_recomputes(order, recomputed) for order in squeezed]
+    return squeeze(placement, orders, limit)

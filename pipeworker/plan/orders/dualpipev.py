@@ -8,15 +8,12 @@ from itertools import cycle, islice
 from pipeworker.plan.actions import Action, Kind
 from pipeworker.plan.orders.squeeze import numbered
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.recompute import Recomputed, with_recomputes
 
 _FORWARD, _BACKWARD = Kind.FORWARD, Kind.BACKWARD
 _INPUT, _WEIGHT = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
 
-def dualpipev(
-    placement: Placement, microbatches: int, recomputed: Recomputed
-) -> list[list[Action]]:
+def dualpipev(placement: Placement, microbatches: int) -> list[list[Action]]:
     """Return the compute order of DualPipeV (DeepSeek-AI 2025; Sea AI Lab's "cut in half").
 
     It is half of DualPipe (DeepSeek-V3, 2412.19437): the two directions are the two arms of a V, so
@@ -26,8 +23,7 @@ def dualpipev(
     """
     workers = placement.workers
     count = max(microbatches, 2 * workers)  # that fill the pipeline
-    orders = [numbered(_steps(w, workers, count), microbatches) for w in range(workers)]
-    return [with_recomputes(order, recomputed) for order in orders]
+    return [numbered(_steps(w, workers, count), microbatches) for w in range(workers)]
 
 
 def _steps(worker: int, workers: int, count: int) -> Iterator[tuple[Kind, int]]:

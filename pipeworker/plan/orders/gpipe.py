@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from pipeworker.plan.actions import Action, Kind
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.recompute import Recomputed, with_recomputes
 
 
-def gpipe(placement: Placement, microbatches: int, recomputed: Recomputed) -> list[list[Action]]:
+def gpipe(placement: Placement, microbatches: int) -> list[list[Action]]:
     """Return the fill-drain compute order of GPipe (Huang et al. 2019, section 2.3), by worker.
 
-    Forwards and backwards both run in micro-batch order 0..M-1. A recomputed micro-batch is
-    forwarded again right before its backward (torchgpipe, Kim et al. 2020, section 3.2). A worker
-    with several stages runs one after the other: forwards ascending, backwards descending.
+    Forwards and backwards both run in micro-batch order 0..M-1. A worker with several stages runs
+    one after the other: forwards ascending, backwards descending.
     """
     orders = []
     for stages in placement.held:
@@ -20,5 +18,5 @@ def gpipe(placement: Placement, microbatches: int, recomputed: Recomputed) -> li
         order += [
             Action(Kind.BACKWARD, s, m) for s in reversed(stages) for m in range(microbatches)
         ]
-        orders.append(with_recomputes(order, recomputed))
+        orders.append(order)
     return orders

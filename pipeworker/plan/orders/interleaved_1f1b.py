@@ -6,12 +6,9 @@ from pipeworker.plan.actions import Action, Kind
 from pipeworker.plan.orders.one_f_one_b import alternate
 from pipeworker.plan.partition import block
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.recompute import Recomputed, with_recomputes
 
 
-def interleaved_1f1b(
-    placement: Placement, microbatches: int, recomputed: Recomputed
-) -> list[list[Action]]:
+def interleaved_1f1b(placement: Placement, microbatches: int) -> list[list[Action]]:
     """Return the compute order of interleaved 1F1B (Narayanan et al. 2021, section 2.2), by worker.
 
     Micro-batches run in rounds: each worker runs a whole round on its first stage, then on its
@@ -33,5 +30,5 @@ def interleaved_1f1b(
         # With one stage this is 1F1B; with several, a gradient overtakes no forward on its way.
         way = (workers - 1 - worker) * min(2, len(stages))
         ahead = (len(stages) - 1) * len(rounds[0]) + way + 1
-        orders.append(with_recomputes(alternate(forwards, backwards, ahead), recomputed))
+        orders.append(alternate(forwards, backwards, ahead))
     return orders

@@ -7,12 +7,9 @@ from itertools import zip_longest
 
 from pipeworker.plan.actions import Action, Kind
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.recompute import Recomputed, with_recomputes
 
 
-def one_f_one_b(
-    placement: Placement, microbatches: int, recomputed: Recomputed
-) -> list[list[Action]]:
+def one_f_one_b(placement: Placement, microbatches: int) -> list[list[Action]]:
     """Return the compute order of 1F1B (PipeDream-Flush, Narayanan et al. 2021), by worker.
 
     Worker w of K runs K - w forwards, and from then on a backward and a forward in turn. A step
@@ -22,8 +19,7 @@ def one_f_one_b(
     for worker, (stage,) in enumerate(placement.held):
         forwards = [Action(Kind.FORWARD, stage, m) for m in range(microbatches)]
         backwards = [Action(Kind.BACKWARD, stage, m) for m in range(microbatches)]
-        order = alternate(forwards, backwards, placement.workers - worker)
-        orders.append(with_recomputes(order, recomputed))
+        orders.append(alternate(forwards, backwards, placement.workers - worker))
     return orders
 
 

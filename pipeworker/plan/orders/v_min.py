@@ -5,17 +5,16 @@ from __future__ import annotations
 from pipeworker.plan.actions import Action
 from pipeworker.plan.orders.building_block import Block, repeated
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.recompute import Recomputed
 
 
-def v_min(placement: Placement, microbatches: int, recomputed: Recomputed) -> list[list[Action]]:
+def v_min(placement: Placement, microbatches: int) -> list[list[Action]]:
     """Return the compute order of V-Min (Qi et al. 2024, 2405.15362), by worker.
 
     A worker holds at most (K + 4) // 3 micro-batches: each passes down the V, up, and back the same
     way without a wait, so it is held for the shortest time that there is.
     """
     limit = 2 * ((placement.workers + 4) // 3)
-    return repeated(placement, microbatches, recomputed, _block, limit)
+    return repeated(placement, microbatches, _block, limit)
 
 
 def _block(worker: int, workers: int) -> Block:

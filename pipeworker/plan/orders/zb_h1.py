@@ -6,10 +6,9 @@ from pipeworker.plan.actions import Action, Kind
 from pipeworker.plan.orders.one_f_one_b import alternate
 from pipeworker.plan.orders.squeeze import squeeze
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.recompute import Recomputed, with_recomputes
 
 
-def zb_h1(placement: Placement, microbatches: int, recomputed: Recomputed) -> list[list[Action]]:
+def zb_h1(placement: Placement, microbatches: int) -> list[list[Action]]:
     """Return the compute order of ZB-H1 (Qi et al. 2023, section 2.1), by worker.
 
     Every worker holds at most K micro-batches, as 1F1B's first worker does: later workers have the
@@ -24,5 +23,4 @@ def zb_h1(placement: Placement, microbatches: int, recomputed: Recomputed) -> li
         )
         for worker, (stage,) in enumerate(placement.held)
     ]
-    squeezed = squeeze(placement, orders, placement.workers)
-    return [with_recomputes(order, recomputed) for order in squeezed]
+    return squeeze(placement, orders, placement.workers)

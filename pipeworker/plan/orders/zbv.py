@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pipeworker.plan.actions import Action, Kind
 from pipeworker.plan.orders.squeeze import numbered, squeeze
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.recompute import Recomputed, with_recomputes
 
 
-def zbv(placement: Placement, microbatches: int, recomputed: Recomputed) -> list[list[Action]]:
+def zbv(placement: Placement, microbatches: int) -> list[list[Action]]:
     """Return the compute order of ZB-V (Qi et al. 2023, section 6), by worker.
 
     Each worker holds at most K micro-batches, as 1F1B's first worker does. The gradient of a
@@ -20,8 +19,7 @@ def zbv(placement: Placement, microbatches: int, recomputed: Recomputed) -> list
     workers = placement.workers
     count = max(microbatches, 2 * workers - 1)  # that fill the pipeline
     orders = [numbered(_steps(w, workers, count), microbatches) for w in range(workers)]
-    squeezed = squeeze(placement, orders, 2 * workers)
-    return [with_recomputes(order, recomputed) for order in squeezed]
+    return squeeze(placement, orders, 2 * workers)
 
 
 def _steps(worker: int, workers: int, count: int) -> Iterator[tuple[Kind, int]]:

@@ -19,14 +19,12 @@ from pipeworker.plan.check import check
 from pipeworker.plan.figures import seconds_text
 from pipeworker.plan.orders import AUTO, ORDERS, Order
 from pipeworker.plan.partition import block, even, most_stages, ranges
-from pipeworker.plan.placement import Placement
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.planner.balance import lacking, search_balance
 from pipeworker.plan.planner.costs import stage_costs
 from pipeworker.plan.planner.listing import RULES, Play, Room
 from pipeworker.plan.planner.planner import planned, reasons, whole_text
 from pipeworker.plan.planner.stages import Divisions, Judged
-from pipeworker.plan.recompute import Recomputed, with_recomputes
 
 _VIRTUAL_STAGES = (2, 3, 4)
 """The numbers of stages per worker that are tried under an order that allows any."""
@@ -186,33 +184,16 @@ def _listed(base: _Found) -> Iterator[tuple[float, list[list[Action]]]]:
 def _proven(base: _Found, order: list[list[Action]], number: int) -> _Found | None:
     """Return an order that was made, judged with the balance of its base; None if not proven."""
     divisions, modes = base.divisions, base.judged.modes
-    made = _written(divisions.placement, divisions.microbatches, order)
+    placement, microbatches = divisions.placement, divisions.microbatches
+    held = max(map(len, placement.held))
+    made = Order(AUTO, lambda _, count: order, lambda workers, virtual_stages: placement, held)
     try:
-        check(made.build(divisions.placement, divisions.microbatches, modes))
+        check(made.build(placement, microbatches, modes))
     except ScheduleError:
         return None
-    own = Divisions(
-        divisions.facts,
-        made,
-        divisions.placement,
-        divisions.microbatches,
-        divisions.recompute,
-    )
+    own = Divisions(divisions.facts, made, placement, microbatches, divisions.recompute)
     judged = own.judge(base.judged.balance)
     return None if judged.excess else _Found(own, judged, number)
-
-
-def _written(
-    placement: Placement, microbatches: int, computed: Sequence[Sequence[Action]]
-) -> Order:
-    """Return an order from the compute actions of each worker, without recomputes."""
-
-    def compute(_: Placement, count: int, recomputed: Recomputed) -> list[list[Action]]:
-        assert count == microbatches
-        return [with_recomputes(actions, recomputed) for actions in computed]
-
-    held = max(map(len, placement.held))
-    return Order(AUTO, compute, lambda workers, virtual_stages: placement, held)
 
 
 def _why(found: Sequence[_Found]) -> str:

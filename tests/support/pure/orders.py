@@ -8,7 +8,7 @@ from pipeworker.plan.actions import Action, Kind, parse_actions
 from pipeworker.plan.orders import resolve
 from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.recompute import recomputed
+from pipeworker.plan.recompute import recomputed, with_recomputes
 from pipeworker.plan.schedule import Pairs, Schedule
 
 Orders = list[list[Action]]
@@ -40,8 +40,8 @@ def build(
 
 def fill_drain(placement: Placement, microbatches: int, mode: str = "never") -> Orders:
     """Return GPipe's compute order, with one recompute mode for all stages."""
-    modes = (mode,) * placement.stages
-    return gpipe(placement, microbatches, [recomputed(mode, microbatches) for mode in modes])
+    by_stage = [recomputed(mode, microbatches)] * placement.stages
+    return [with_recomputes(order, by_stage) for order in gpipe(placement, microbatches)]
 
 
 def written(*workers: str) -> Orders:

@@ -16,7 +16,7 @@ from pipeworker.facts.connections import Skip
 from pipeworker.plan.actions import COMPUTE, Kind
 from pipeworker.plan.orders import ORDERS, resolve
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.recompute import OFFLOAD, recomputed, with_fetches
+from pipeworker.plan.recompute import OFFLOAD, recomputed, with_fetches, with_recomputes
 from support.in_process.layers import Noise, Pop, Stash, data, mse
 from support.in_process.pipelines import MODES, Pipeline, Way, filled
 from support.in_process.plain_loop import assert_equal
@@ -56,7 +56,7 @@ def way(
 
     def compute(where: Placement, microbatches: int) -> Orders:
         by_stage = [recomputed(mode, microbatches) for mode in of_stage]
-        made = order.compute(where, microbatches, by_stage)
+        made = [with_recomputes(one, by_stage) for one in order.compute(where, microbatches)]
         offloads = {stage for stage, mode in enumerate(of_stage) if mode == OFFLOAD}
         return [with_fetches(actions, offloads) for actions in made]
 
