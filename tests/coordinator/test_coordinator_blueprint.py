@@ -16,9 +16,7 @@ from support.pure.coordinator import BATCH, LAYERS, ScriptedJob, ready_of, sent_
 
 
 def test_a_specified_balance_is_used() -> None:
-    job = ScriptedJob(2, balance=(1, 4))
-    job.join()
-    job.describe()
+    job = ScriptedJob(2, balance=(1, 4)).described()
     ranges = [r for rank in (0, 1) for plan in job.sent(rank, Plan) for r in plan.ranges]
     assert ranges == [StageRange(0, 0, 1), StageRange(1, 1, 5)]
 
@@ -145,9 +143,7 @@ def test_a_parameter_of_layers_on_two_workers_must_be_tied(tied: bool) -> None:
 
 @pytest.mark.parametrize("numbers", [5, 6])
 def test_a_function_that_keeps_parameters_must_build_the_same_everywhere(numbers: int) -> None:
-    job = ScriptedJob(2)
-    job.join()
-    job.describe()
+    job = ScriptedJob(2).described()
     build(job, *({"cached": (Cached("way", "net", number),)} for number in (5, numbers)))
     if numbers == 5:
         assert job.state() is State.STEPPING
@@ -158,9 +154,7 @@ def test_a_function_that_keeps_parameters_must_build_the_same_everywhere(numbers
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_the_use_of_a_parameter_that_another_worker_has_is_an_error(elsewhere: bool) -> None:
-    job = ScriptedJob(2)
-    job.join()
-    job.describe()
+    job = ScriptedJob(2).described()
     own = [Existing(f"{4 * rank}.weight", f"of {rank}") for rank in (0, 1)]
     build(job, *({"existing": (one,)} for one in own))
     job.done(0, 1)

@@ -144,9 +144,7 @@ def test_before_the_first_step_an_interrupt_ends_at_once(joined: int) -> None:
 
 
 def test_while_the_stages_are_built_an_interrupt_ends_at_once() -> None:
-    job = ScriptedJob(2)
-    job.join()
-    job.describe()
+    job = ScriptedJob(2).described()
     assert job.state() is State.BUILDING
     job.interrupt()
     assert job.ended.status == "interrupted"
@@ -167,8 +165,7 @@ def test_an_interrupt_within_a_step_of_several_mini_batches_waits_for_all_of_the
     job.step(1)
     assert job.state() is State.STEPPING
     job.step(1)
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     assert job.ended.status == "interrupted"
     assert job.ended.steps == 1
 

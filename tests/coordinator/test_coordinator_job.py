@@ -128,8 +128,7 @@ def test_nothing_happens_after_the_end() -> None:
 def test_two_messages_per_worker_and_step(workers: int, microbatches: int) -> None:
     job = ScriptedJob(workers, microbatches=microbatches, steps=50)
     batch = dataclasses.replace(BATCH, microbatches=microbatches)
-    job.join()
-    job.describe()
+    job.described()
     job.ready(batch)
     for step in range(1, 11):
         before = len(of(job.effects, Send))
@@ -189,8 +188,7 @@ def test_every_message_carries_the_generation() -> None:
     job.receive(Hello(0, "elsewhere", 5), peer=b"late")
     for step in (1, 2, 3):
         job.step(step)
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     assert job.ended.status == "done"
     assert {send.generation for send in of(job.effects, Send)} == {2}
 

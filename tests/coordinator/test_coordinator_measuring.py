@@ -298,8 +298,7 @@ def test_later_generations_do_not_measure_again() -> None:
     job.ready()
     job.exited(1, -9)
     assert of(job.effects, Restart)
-    job.join()
-    job.describe()
+    job.described()
     assert job.state() is State.BUILDING
 
 
@@ -307,8 +306,7 @@ def test_a_worker_that_is_lost_while_it_measures_is_replaced() -> None:
     job = measured_job(replaceable=True)
     job.exited(1, -9)
     assert of(job.effects, Restart)
-    job.join()
-    job.describe()
+    job.described()
     assert job.state() is State.MEASURING
     measure(job)
     assert job.state() is State.BUILDING
@@ -323,9 +321,7 @@ def test_an_interrupt_ends_the_measuring_at_once() -> None:
 
 def test_an_own_loop_measures_nothing() -> None:
     """Its input is not known before its first call."""
-    job = ScriptedJob(2, balance=None, own_loop=True)
-    job.join()
-    job.describe()
+    job = ScriptedJob(2, balance=None, own_loop=True).described()
     assert job.state() is State.BUILDING
 
 

@@ -33,9 +33,7 @@ def warned(job: ScriptedJob) -> list[str]:
 
 
 def test_fewer_samples_than_micro_batches_cause_one_warning() -> None:
-    job = ScriptedJob(2, microbatches=8)
-    job.join()
-    job.describe()
+    job = ScriptedJob(2, microbatches=8).described()
     job.ready(FEW)
     (line,), (plan,) = of(job.effects, Planned), of(job.effects, WritePlan)
     assert line.microbatches == 3
@@ -48,18 +46,14 @@ def test_fewer_samples_than_micro_batches_cause_one_warning() -> None:
 
 
 def test_the_warning_is_not_repeated_within_a_step() -> None:
-    job = ScriptedJob(2, microbatches=8, accumulate=2)
-    job.join()
-    job.describe()
+    job = ScriptedJob(2, microbatches=8, accumulate=2).described()
     job.ready(FEW)
     job.step(1, batch=FEW)
     assert warned(job) == [SAID]
 
 
 def test_a_shared_accelerator_causes_one_warning() -> None:
-    job = ScriptedJob(2)
-    job.join()
-    job.describe()
+    job = ScriptedJob(2).described()
     job.ready(unit="GPU-0")
     job.step(1)
     text = "fewer accelerators than workers: stage 0, stage 1 share cpu on host"
@@ -88,8 +82,7 @@ def test_a_resumed_run_does_not_repeat_the_warning() -> None:
     job = ScriptedJob(
         2, microbatches=8, start=Start((JobState(7), Restore(7, "disk")), recorded=7), steps=9
     )
-    job.join()
-    job.describe()
+    job.described()
     job.ready(FEW)
     assert of(job.effects, Planned)[0].microbatches == 3
     assert warned(job) == []
@@ -106,9 +99,7 @@ def test_an_own_loop_is_warned_at_its_first_step() -> None:
 @pytest.mark.parametrize("norms", [0, 2])
 @pytest.mark.parametrize("samples", [1, 3])
 def test_few_samples_and_batch_norm_cause_one_warning(norms: int, samples: int) -> None:
-    job = ScriptedJob(2, microbatches=8)
-    job.join()
-    job.describe()
+    job = ScriptedJob(2, microbatches=8).described()
     few = Batch(0, samples, samples, 0)
     job.receive(Ready(0, (Built(0, 0, LAYERS[:3], 1, norms),), "cpu", few))
     job.receive(Ready(1, (Built(1, 3, LAYERS[3:], 1),), "cpu", None))
@@ -141,9 +132,7 @@ def test_batch_norm_on_few_samples_of_the_default_micro_batches_is_noted(
     norms: int, options: dict[str, Any], noted: bool
 ) -> None:
     samples = options.pop("samples", 20)
-    job = ScriptedJob(2, **options)
-    job.join()
-    job.describe()
+    job = ScriptedJob(2, **options).described()
     count = options["microbatches"]
     job.receive(Ready(0, (Built(0, 0, LAYERS[:3], 1, norms),), "cpu", Batch(0, samples, count, 0)))
     job.receive(Ready(1, (Built(1, 3, LAYERS[3:], 1),), "cpu", None))

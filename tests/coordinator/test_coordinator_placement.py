@@ -47,9 +47,7 @@ def two(**options: Any) -> ScriptedJob:
 
 
 def test_a_worker_builds_all_its_stages() -> None:
-    job = two()
-    job.join()
-    job.describe()
+    job = two().described()
     for rank in (0, 1):
         assert [welcome.stages for welcome in job.sent(rank, Welcome)] == [((0, 2), (1, 3))]
     (first,), (second,) = job.sent(0, Plan), job.sent(1, Plan)
@@ -83,8 +81,7 @@ def test_a_job_with_two_stages_a_worker_runs_to_its_end(workers: int) -> None:
         job.step(step)
         if step == 2:
             job.evaluated(2)
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     assert (job.ended.status, job.ended.steps) == ("done", 3)
     assert len(job.ended.peak_memory) == workers
 
@@ -109,9 +106,7 @@ def test_the_next_mini_batch_comes_from_the_worker_with_stage_0() -> None:
 
 
 def test_a_first_mini_batch_from_another_worker_is_ignored() -> None:
-    job = two()
-    job.join()
-    job.describe()
+    job = two().described()
     (first,), (second,) = job.sent(0, Plan), job.sent(1, Plan)
     job.receive(ready_of(1, second, LAYERS, dataclasses.replace(BATCH, signature=9)))
     job.receive(ready_of(0, first, LAYERS, BATCH))
@@ -191,8 +186,7 @@ def test_one_worker_may_hold_the_first_and_the_last_stage() -> None:
     job = ScriptedJob(1, layers=LAYERS, schedule="looped", steps=1).running()
     assert (job.first, job.last) == (0, 0)
     job.step(1)
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     assert job.ended.status == "done"
 
 

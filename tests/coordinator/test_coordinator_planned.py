@@ -109,8 +109,7 @@ def test_a_plan_that_takes_long_can_be_interrupted_and_is_not_taken_for_another(
     assert job.state() is State.PLANNING
     (request,) = of(job.effects, MakePlan)
     job.exited(1, -9)
-    job.join()
-    job.describe()
+    job.described()
     late = make_plan(request)
     (dropped,) = job.handle(late)
     assert isinstance(dropped, Dropped)

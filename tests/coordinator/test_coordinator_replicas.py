@@ -50,9 +50,7 @@ def two(**options: Any) -> ScriptedJob:
 
 
 def test_every_replica_receives_its_stages_and_channels() -> None:
-    job = two()
-    job.join()
-    job.describe()
+    job = two().described()
     for rank in range(4):
         (welcome,) = job.sent(rank, Welcome)
         assert (welcome.stages, welcome.replicas) == (((0,), (1,)), 2)
@@ -84,9 +82,7 @@ def test_the_plan_has_the_stages_of_every_replica() -> None:
 
 def test_each_replica_runs_the_schedule_of_its_own_micro_batches() -> None:
     odd = dataclasses.replace(BATCH, microbatches=3)
-    job = two()
-    job.join()
-    job.describe()
+    job = two().described()
     job.ready(odd)
     texts = [job.runs(rank)[-1].actions.split() for rank in range(4)]
     assert [sum(word.startswith(("0F", "1F")) for word in text) for text in texts] == [2, 2, 1, 1]
@@ -97,9 +93,7 @@ def test_each_replica_runs_the_schedule_of_its_own_micro_batches() -> None:
 
 def test_a_replica_may_have_no_micro_batches() -> None:
     one = dataclasses.replace(BATCH, samples=1, microbatches=1)
-    job = two()
-    job.join()
-    job.describe()
+    job = two().described()
     job.ready(one)
     assert job.runs(2)[-1].actions == "0L0 0SCATTER0 0SUM0 0GATHER0"
 
@@ -129,9 +123,7 @@ def test_counts_cover_all_replicas() -> None:
 
 
 def test_replicas_that_read_different_data_are_named() -> None:
-    job = two()
-    job.join()
-    job.describe()
+    job = two().described()
     for rank in job.ranks:
         plan = job.sent(rank, Plan)[-1]
         batch = {0: BATCH, 2: OTHER}.get(rank)

@@ -35,10 +35,7 @@ DONE = StepDone(1, 1, (0.5,), (), (1.0,), 0.0, 0.1, 0, None)
 
 
 def described() -> ScriptedJob:
-    job = ScriptedJob(2)
-    job.join()
-    job.describe()
-    return job
+    return ScriptedJob(2).described()
 
 
 def running() -> ScriptedJob:

@@ -159,8 +159,7 @@ def test_a_worker_that_does_not_finish_building_is_noted_and_then_lost() -> None
     for number in (1, 2):
         assert job.number == number
         job.effects.clear()
-        job.join()
-        job.describe()
+        job.described()
         assert job.state() is State.BUILDING
         for _ in range(2 * STALL_FACTOR):
             for beat in beats:
@@ -322,9 +321,7 @@ def mistake(job: ScriptedJob, cause: Cause, status: int = 1) -> ScriptedJob:
 
 
 def test_an_exception_of_the_users_code_before_the_first_step_gives_exit_status_2() -> None:
-    job = ScriptedJob(2)
-    job.join()
-    job.describe()
+    job = ScriptedJob(2).described()
     assert job.state() is State.BUILDING
     assert mistake(job, Cause.USER).ended.exit_status == 2
     assert mistake(ScriptedJob(2).running(), Cause.USER).ended.exit_status == 1
@@ -353,13 +350,9 @@ def test_a_resumed_run_has_usage_errors_before_its_own_first_step() -> None:
 @pytest.mark.parametrize("cause", [Cause.USAGE, Cause.USER])
 def test_steps_of_an_earlier_coordinator_are_steps_of_the_run(cause: Cause) -> None:
     start = Start(recorded=7, causes=("the coordinator was killed",))
-    job = ScriptedJob(2, start=start)
-    job.join()
-    job.describe()
+    job = ScriptedJob(2, start=start).described()
     assert mistake(job, cause).ended.exit_status == 1
-    resumed = ScriptedJob(2, start=start, resume_step=7)
-    resumed.join()
-    resumed.describe()
+    resumed = ScriptedJob(2, start=start, resume_step=7).described()
     assert mistake(resumed, cause).ended.exit_status == 2
 
 
@@ -418,8 +411,7 @@ def test_the_abort_reason_has_location_and_step() -> None:
 def test_a_killed_worker_is_named_in_every_state(state: str) -> None:
     job = ScriptedJob(2)
     if state != "joining":
-        job.join()
-        job.describe()
+        job.described()
     if state == "stepping":
         job.ready()
     assert job.state().name.lower() == state

@@ -49,8 +49,7 @@ def test_after_a_loss_an_interrupted_job_restarts_to_save_the_snapshot() -> None
     job = far()
     job.interrupt()
     assert of(job.exited(1, -9), Restart)
-    job.join()
-    job.describe()
+    job.described()
     ends_with_the_snapshot(job)
 
 
@@ -85,8 +84,7 @@ def test_a_step_that_does_not_end_gives_the_snapshot(
     """
     job = far()
     assert of(wait_for_the_end(job, living, waiting=waiting), Restart)
-    job.join()
-    job.describe()
+    job.described()
     ends_with_the_snapshot(job)
     assert why in job.ended.causes[0]
 
@@ -107,8 +105,7 @@ def test_an_interrupt_during_a_restart_waits_until_the_snapshot_is_saved(state: 
     job.exited(1, -9)
     if state is State.JOINING:
         assert of(job.interrupt(), Verdict) == []
-    job.join()
-    job.describe()
+    job.described()
     if state is State.BUILDING:
         assert of(job.interrupt(), Verdict) == []
     ends_with_the_snapshot(job)
@@ -151,8 +148,7 @@ def test_new_workers_get_time_however_long_ago_the_interrupt_was() -> None:
     job.exited(1, -9)
     job.tick(1.0)
     assert not job.job.end
-    job.join()
-    job.describe()
+    job.described()
     ends_with_the_snapshot(job)
 
 
@@ -162,8 +158,7 @@ def saved_already() -> ScriptedJob:
     job.request_checkpoint()
     for step in (1, 2):
         job.step(step)
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     return job
 
 

@@ -107,8 +107,7 @@ def test_a_job_resumes_from_its_last_snapshot_in_every_state(
     for step in range(done + 1, 4):
         job.step(step)
     job.evaluated(3)
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     assert job.rows == [1, 2, 3]
     assert of(job.effects, Evaluation) == [evaluation_of(3)]
     assert (job.ended.status, job.ended.steps) == ("done", 3)
@@ -188,8 +187,7 @@ def test_a_loss_during_a_restart_resumes_from_the_same_snapshot() -> None:
     job.exited(1, -9)
     job.join()
     job.exited(0, -9)
-    job.join()
-    job.describe()
+    job.described()
     job.exited(1, -9)
     assert job.number == 4
     assert runs(job.start())[0].step == 3
@@ -248,8 +246,7 @@ def test_the_epoch_is_rolled_back_with_the_data() -> None:
     ended = [updates(job.step(step, batch=batches[step]))[0].epoch_ended for step in (1, 2, 3)]
     assert ended == [False, True, False]
     job.exited(1, -9)
-    job.join()
-    job.describe()
+    job.described()
     job.ready(batches[0])
     assert [updates(job.step(s, batch=batches[s]))[0].epoch_ended for s in (1, 2, 3)] == ended
     job.step(4, batch=batches[4])
@@ -295,8 +292,7 @@ def test_a_recovery_is_reported_once_when_steps_run_again() -> None:
     at = Position(Phase.FORWARD, 4, 2, 3)
     job.exited(1, -9, at)
     job.now += 2.5
-    job.join()
-    job.describe()
+    job.described()
     assert of(job.effects, Warned) == []
     where = "(layer 3 (Tanh), micro-batch 2, step 4)"
     back = "resumed after step 2, 1 step repeated, in 2.5 s"
@@ -432,8 +428,7 @@ def test_a_checkpoint_that_fails_after_the_end_of_the_job_is_discarded() -> None
 
 def lost_snapshot(job: ScriptedJob) -> list[Effect]:
     """Let a worker of the present generation report that it cannot restore its snapshot."""
-    job.join()
-    job.describe()
+    job.described()
     return job.receive(Failed(1, Failure(Cause.SNAPSHOT, "the snapshot is lost")))
 
 

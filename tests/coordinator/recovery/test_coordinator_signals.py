@@ -160,8 +160,7 @@ def test_without_replacement_a_signal_to_one_worker_stops_the_job_with_a_checkpo
     assert of(job.receive(Signalled(0, "SIGTERM")), Verdict) == []
     passes(job, 3 * TIMINGS.grace)
     assert len(saves(job.step(1))) == 2
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     assert (job.ended.status, job.ended.exit_status) == ("interrupted", 130)
 
 
@@ -185,8 +184,7 @@ def test_an_own_loop_stops_within_the_interrupt_timeout() -> None:
     assert job.state() is State.STEPPING
     job.step(1)
     assert job.state() is State.SAVING
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     assert job.ended.status == "interrupted"
 
 

@@ -62,8 +62,7 @@ def test_the_seconds_of_a_job_count_from_its_first_coordinator() -> None:
     for elapsed in (0.0, 7.5):
         job = ScriptedJob(2, steps=1, start=Start(elapsed=elapsed)).running()
         job.step(1)
-        job.saved()
-        job.checkpoint_committed()
+        job.checkpointed()
         seconds.append(job.ended.seconds)
     assert seconds[1] == seconds[0] + 7.5
 
@@ -78,9 +77,7 @@ def test_a_resumed_run_without_steps_left_ends_after_building() -> None:
 
 
 def test_a_resumed_run_without_data_left_ends_after_building() -> None:
-    job = ScriptedJob(2, steps=None, start=resumed())
-    job.join()
-    job.describe()
+    job = ScriptedJob(2, steps=None, start=resumed()).described()
     job.ready(batch=None)
     assert (job.ended.status, job.ended.steps) == ("done", 7)
 
@@ -181,8 +178,7 @@ def test_a_new_coordinator_resumes_from_the_last_snapshot() -> None:
             job.evaluated(step)
     assert job.rows == [9]  # steps 6, 7 and 8 are already recorded
     assert [evaluation.step for evaluation in of(job.effects, Evaluation)] == [9]
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     assert job.ended.causes == ("the coordinator was killed",)
     assert {send.generation for send in of(job.effects, Send)} == {2}
 

@@ -34,8 +34,7 @@ def train(job: ScriptedJob, losses: dict[int, float], *, saves: bool = True) -> 
         job.step(step)
         job.evaluated(step, loss)
         if saves and job.saves_requested(0)[-1:] == [step]:
-            job.saved()
-            job.checkpoint_committed()
+            job.checkpointed()
 
 
 @pytest.mark.parametrize(
@@ -193,8 +192,7 @@ def test_a_run_that_is_resumed_counts_its_earlier_evaluations() -> None:
     job = ScriptedJob(1, evaluate_every=1, steps=99, patience=2, start=start).running()
     job.step(8)
     job.evaluated(8, 0.3)
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     assert job.ended.stopped_early.startswith("2 evaluations without a better loss than that of s")
     ended = ScriptedJob(1, evaluate_every=1, steps=99, patience=1, start=start)
     ended.start()
@@ -236,8 +234,7 @@ def test_a_loss_while_a_failed_job_saves_does_not_hide_its_error(every: int) -> 
             job.step(1)
         if job.state() is State.EVALUATING:
             job.evaluated(1)
-        job.saved()
-        job.checkpoint_committed()
+        job.checkpointed()
     assert (job.ended.status, job.ended.exit_status) == ("failed", 1)
     assert job.ended.error
     assert job.ended.error.startswith("--best max:missing: ")

@@ -132,8 +132,7 @@ def test_close_saves_a_checkpoint() -> None:
     job = own_loop_job()
     assert messages_of(job.called(CallKind.CLOSE), Advance) == [Advance(Save(0))] * 2
     assert job.state() is State.SAVING
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     assert job.ended.status == "done"
 
 
@@ -149,14 +148,12 @@ def test_an_interrupt_takes_effect_after_the_step_unless_the_loop_closes_first()
     job.called(CallKind.STEP)
     job.interrupt()
     assert saves(job.step(1)) == [Advance(Save(1), Update(1))] * 2
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     assert (job.ended.status, job.ended.steps) == ("interrupted", 1)
     job = own_loop_job()
     job.interrupt()
     job.called(CallKind.CLOSE)
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     assert job.ended.status == "done"
 
 
@@ -310,8 +307,7 @@ def test_each_save_call_writes_the_current_state() -> None:
     job.called(CallKind.STEP)
     job.step(1)
     assert saves(job.called(CallKind.SAVE)) == [Advance(Save(1))] * 2
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     assert job.state() is State.CALLING
 
 
@@ -320,8 +316,7 @@ def test_close_saves_a_step_again_if_a_scheduler_has_stepped_since(change: CallK
     job = own_loop_job(checkpoint_every="1")
     job.called(CallKind.STEP)
     assert saves(job.step(1)) == [Advance(Save(1), Update(1))] * 2
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     for _ in range(2):
         effects = job.called(change)
         if change is CallKind.EVALUATE:
@@ -332,16 +327,14 @@ def test_close_saves_a_step_again_if_a_scheduler_has_stepped_since(change: CallK
     expected = [] if change is CallKind.PREDICT else [Advance(Save(1))] * 2
     assert saves(job.called(CallKind.CLOSE)) == expected
     if expected:
-        job.saved()
-        job.checkpoint_committed()
+        job.checkpointed()
     assert job.ended.status == "done"
 
 
 def test_close_saves_a_step_again_if_a_rank_reports_that_its_script_has_changed_it() -> None:
     job = own_loop_job()
     job.called(CallKind.SAVE)
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     job.called(CallKind.CLOSE, 0)
     assert saves(job.called(CallKind.CLOSE, 1, changed=True)) == [Advance(Save(0))] * 2
 
@@ -351,8 +344,7 @@ def test_a_checkpoint_requested_twice_is_saved_once() -> None:
     job.called(CallKind.STEP)
     job.request_checkpoint()
     job.step(1)
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     job.request_checkpoint()
     job.called(CallKind.EVALUATE)
     assert saves(job.evaluated(1)) == []
@@ -364,6 +356,5 @@ def test_close_saves_no_checkpoint_that_exists() -> None:
     job.called(CallKind.STEP)
     job.request_checkpoint()
     job.step(1)
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     assert saves(closed(job)) == []

@@ -76,8 +76,7 @@ def test_without_a_new_step_nothing_is_saved(failure: str) -> None:
     assert job.ended.status == FAILURES[failure][1]
     job = after_a_step()
     job.called(CallKind.SAVE)
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     assert saves(job.receive(FAILURES[failure][0])) == []
     assert job.ended.status == FAILURES[failure][1]
 
@@ -124,8 +123,7 @@ def test_an_interrupt_while_a_checkpoint_is_written_waits_for_it() -> None:
     job = after_a_step()
     job.called(CallKind.SAVE)
     assert saves(job.receive(FAILURES["interrupt"][0])) == []
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     assert job.ended.status == "interrupted"
 
 
@@ -137,8 +135,7 @@ def test_an_interrupt_does_not_expire_while_a_checkpoint_is_written() -> None:
         for rank in (0, 1):
             job.receive(Heartbeat(rank, Position(Phase.SAVING)))
         assert job.tick(TIMINGS.interrupt / 2) == []
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     assert (job.ended.status, job.ended.steps) == ("interrupted", 1)
 
 
@@ -164,8 +161,7 @@ def test_a_loop_whose_last_checkpoint_fails_does_not_start_again() -> None:
     """Although an evaluation has changed the state of a step that is saved."""
     job = after_a_step()
     job.called(CallKind.SAVE)
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     job.called(CallKind.EVALUATE)
     job.evaluated(1)
     job.receive(FAILURES["user"][0])

@@ -77,8 +77,7 @@ def test_a_loaded_state_counts_as_unsaved(step: int) -> None:
         job.called(CallKind.STEP)
         job.step(number)
     job.called(CallKind.SAVE)
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     job.called(CallKind.LOAD, loaded=Loaded(step))
     assert saves(closed(job)) == [Advance(Save(step))] * 2
     assert job.ended.steps == step
@@ -89,8 +88,7 @@ def test_the_end_of_an_epoch_changes_the_state_on_all_ranks() -> None:
     job.called(CallKind.STEP)
     job.step(1)
     job.called(CallKind.SAVE)
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     assert job.called(CallKind.END_EPOCH, 1) == []
     effects = job.called(CallKind.END_EPOCH, 0)
     assert messages_of(effects, Advance) == [Advance(Wait(), EpochEnded(1))] * 2
@@ -104,8 +102,7 @@ def test_a_checkpoint_that_is_older_than_the_end_of_an_epoch_is_written_again() 
     job.step(1)
     for _ in range(2):
         job.called(CallKind.SAVE)
-        job.saved()
-        job.checkpoint_committed()
+        job.checkpointed()
         job.called(CallKind.END_EPOCH)
     assert saves(closed(job)) == [Advance(Save(1))] * 2
     assert [commit.epoch for commit in of(job.effects, Commit)] == [0, 1, 2]

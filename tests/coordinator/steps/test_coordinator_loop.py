@@ -76,9 +76,7 @@ def test_a_pass_that_does_not_end_is_noted_once(
 
 
 def test_without_data_the_job_is_done_at_once() -> None:
-    job = ScriptedJob(2)
-    job.join()
-    job.describe()
+    job = ScriptedJob(2).described()
     job.ready(batch=None)
     assert job.sent(1, Advance) == [Advance(Save(0))]
     assert job.saved() == [commit(0)]
@@ -105,8 +103,7 @@ def test_actions_are_sent_only_when_they_have_changed(save: bool) -> None:
         job.step(step, batch=batch)
         job.evaluated(step)
         if save:
-            job.saved()
-            job.checkpoint_committed()
+            job.checkpointed()
     assert [bool(run.actions) for run in job.runs(1)] == [True, False, True, False]
 
 

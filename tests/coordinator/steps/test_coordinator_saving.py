@@ -69,8 +69,7 @@ def test_writing_a_checkpoint_does_not_count_towards_step_time() -> None:
     job.request_checkpoint()
     job.step(1)
     job.now += 1.0
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     assert of(job.step(2), StepResult)[0].seconds == 1.0
 
 
@@ -94,8 +93,7 @@ def test_a_checkpoint_requested_many_times_is_saved_once() -> None:
     for _ in range(3):
         job.request_checkpoint()
     assert copies(job.step(1)) == [BESIDE] * 2
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     effects = job.step(2)
     assert (copies(effects), saves(effects)) == ([], [])
 
@@ -157,8 +155,7 @@ def test_every_so_many_steps(evaluate: int | None) -> None:
         if job.state() is State.EVALUATING:
             job.evaluated(step)
         if job.saves_requested(0)[-1:] == [step]:
-            job.saved()
-            job.checkpoint_committed()
+            job.checkpointed()
     assert [done.step for done in of(job.effects, Commit)] == [2, 4, 5]
     assert [done.evaluation is not None for done in of(job.effects, Commit)] == [
         *([bool(evaluate)] * 2),
@@ -174,8 +171,7 @@ def test_every_so_many_minutes() -> None:
         job.step(step)
         if job.saves_requested(0)[-1:] == [step]:
             job.now += 15.0
-            job.saved()
-            job.checkpoint_committed()
+            job.checkpointed()
     assert of(job.effects, Commit) == [commit(3), commit(6), commit(9)]
 
 
@@ -192,8 +188,7 @@ def saved_steps(minutes: float, **options: Any) -> list[int]:
         job.now += 60.0 * minutes
         job.step(step)
         if job.saves_requested(0)[-1:] == [step]:
-            job.saved()
-            job.checkpoint_committed()
+            job.checkpointed()
     return [commit.step for commit in of(job.effects, Commit)]
 
 
@@ -205,8 +200,7 @@ def test_the_interval_starts_when_a_checkpoint_begins() -> None:
         job.now += 50.0
         saved_steps += [copy.step for copy in copies(job.step(step))[:1]]
         if step in (5, 8, 11):
-            job.saved()
-            job.checkpoint_committed()
+            job.checkpointed()
     assert saved_steps == [3, 6, 9, 12]
 
 
@@ -235,8 +229,7 @@ def test_a_checkpoint_requested_in_the_last_step_is_the_final_one() -> None:
     job = ScriptedJob(1, steps=1).running()
     job.request_checkpoint()
     job.step(1)
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     assert job.ended.status == "done"
     assert of(job.effects, Commit) == [commit(1)]
 
@@ -250,8 +243,7 @@ def test_a_checkpoint_requested_while_one_is_written_follows_the_step() -> None:
     job.request_checkpoint()
     job.checkpoint_committed()
     assert copies(job.step(2)) == [Copy(2, 0, save=True)]
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     job.step(3)
     job.saved()
     assert of(job.effects, Commit) == [commit(1), commit(2), commit(3)]
@@ -288,8 +280,7 @@ def test_a_periodic_checkpoint_without_a_free_slot_is_skipped() -> None:
     effects = job.step(2)
     assert (copies(effects), job.state()) == ([], State.STEPPING)
     assert of(effects, Log) == [Log("no checkpoint of step 2: earlier ones are being written")]
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     effects = job.step(3)
     assert copies(effects) == [Copy(3, 0, save=True)] * 2
     assert of(effects, Log) == []
@@ -380,7 +371,6 @@ def test_a_requested_checkpoint_and_an_interrupt_save_once() -> None:
     job.interrupt()
     effects = job.step(1)
     assert (len(saves(effects)), copies(effects)) == (2, [])
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     assert job.ended.status == "interrupted"
     assert of(job.effects, Commit) == [commit(1)]

@@ -81,8 +81,7 @@ def test_a_complete_checkpoint_resets_the_count_of_failures() -> None:
     job = beside()
     for step in (2, 3, 4, 5):
         if step % 2:
-            job.saved()
-            job.checkpoint_committed()
+            job.checkpointed()
         else:
             job.saved(error=FULL)
         job.step(step)
@@ -204,6 +203,5 @@ def test_a_checkpoint_discarded_by_a_loss_is_no_failure() -> None:
     assert of(job.effects, Discard) == [Discard(1), Discard(2)]
     job.start()
     assert copies(job.step(2)) == [Copy(2, 1, save=True)] * 2
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     assert not job.job.end

@@ -42,8 +42,7 @@ def test_evaluation_and_start_up_are_no_part_of_the_speed() -> None:
             job.done(rank, step, batch=batch if rank == 0 else None, data_seconds=0.25)
     job.now += 50.0
     job.evaluated(3)
-    job.saved()
-    job.checkpoint_committed()
+    job.checkpointed()
     assert [found.tokens for found in of(job.effects, StepResult)] == [None, 640, 640]
     assert job.ended.seconds == 254.0
     assert job.ended.speed == Speed(2.0, 5.0, 320.0, (1.5, 1.5), 0.75)

@@ -226,11 +226,15 @@ class ScriptedJob:
             effects = self.receive(dataclasses.replace(ready, accelerator=unit))
         return effects
 
-    def start(self) -> list[Effect]:
-        """Let the workers of the generation join and build, up to the first step."""
+    def described(self) -> ScriptedJob:
+        """Let the workers of the generation join, and describe the layers; return the job."""
         self.join()
         self.describe()
-        return self.ready()
+        return self
+
+    def start(self) -> list[Effect]:
+        """Let the workers of the generation join and build, up to the first step."""
+        return self.described().ready()
 
     def running(self) -> ScriptedJob:
         self.start()
@@ -286,6 +290,11 @@ class ScriptedJob:
             last = self.saves_requested(rank)[-1] if step is None else step
             effects = self.receive(Saved(rank, last, error=error))
         return effects
+
+    def checkpointed(self) -> None:
+        """Let the first replica write its parts of the last requested checkpoint; complete it."""
+        self.saved()
+        self.checkpoint_committed()
 
     # Effects so far.
 

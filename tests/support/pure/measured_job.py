@@ -18,10 +18,7 @@ def facts(number: int, seconds: float = 1.0) -> LayerFacts:
 
 def measured_job(**options: Any) -> ScriptedJob:
     """Return a job of two workers that have described the model, and balance it by its facts."""
-    job = ScriptedJob(2, **{"balance": None, **options})
-    job.join()
-    job.describe()
-    return job
+    return ScriptedJob(2, **{"balance": None, **options}).described()
 
 
 def measure(job: ScriptedJob) -> None:
