@@ -166,10 +166,10 @@ class _Life:
     """The lines of use of one process of a worker; commands are not parsed."""
 
     start: _Start
+    commands: deque[tuple[int, bytes]]
     programs: dict[int, tuple[Action, ...]] = field(default_factory=dict)
     samples: list[ClockSample] = field(default_factory=list)
     first: tuple[int, bytes] | None = None
-    commands: deque[tuple[int, bytes]] = field(default_factory=lambda: deque(maxlen=LAST))
     recorded: set[int] = field(default_factory=set)
 
 
@@ -208,19 +208,16 @@ def _lives(path: Path, steps: range | None) -> Iterator[_Life]:
             if _TIMES in line:
                 life.recorded.add(int(step[1]))
             life.first = life.first or (number, line)
-            if steps is None:
+            if steps is None or int(step[1]) in steps:
                 life.commands.append((number, line))
-            elif int(step[1]) in steps:
-                life.commands = deque([*life.commands, (number, line)])
             continue
         with _readable(path, number):
             row = load_json(line)
             if "worker" in row:
                 if life:
                     yield life
-                life = _Life(msgspec.convert(row, _Start))
-                if steps is not None:
-                    life.commands = deque()
+                kept = LAST if steps is None else None
+                life = _Life(msgspec.convert(row, _Start), deque(maxlen=kept))
             elif life and "actions" in row:
                 program = msgspec.convert(row, _Program)
                 life.programs[program.program] = tuple(parse_actions(program.actions))
