@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -25,7 +24,6 @@ class Interval:
         return step % self.steps == 0 if self.steps else seconds >= self.seconds
 
     @staticmethod
-    @functools.lru_cache(maxsize=8)
     def parse(text: str) -> Interval:
         """Read ``100`` (steps), ``90s``, ``30m`` or ``2h``; ``end`` for no interval."""
         if text == END:
