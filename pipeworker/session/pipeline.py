@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeworker.errors import UnreadableFile, UsageError
+from pipeworker.errors import UsageError, reading
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.host.signals import USUAL, deferred_interrupt
 from pipeworker.job import file as job_file
@@ -331,10 +331,8 @@ class Pipeline:
 
             def find() -> Checkpoint:
                 path = checked_path("load(): checkpoint", checkpoint)
-                try:
+                with reading(path):
                     source = Checkpoint(find_checkpoint(path))
-                except OSError as error:
-                    raise UnreadableFile(path, error) from None
                 source.verify()
                 state.check_fits(source.worker_files())
                 return source
