@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from support.real_jobs.jobs import Jobs, Run
+from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs
 from support.slow import slow
 
 EAGER = """
@@ -61,14 +62,6 @@ LAZY = """
 """
 
 
-def same(left: Run, right: Run) -> None:
-    for name in ("loss", "grad_norm"):
-        assert [r[name] for r in left.metrics] == [r[name] for r in right.metrics], name
-    assert left.weights.keys() == right.weights.keys()
-    for key, value in left.weights.items():
-        assert torch.equal(value, right.weights[key]), key
-
-
 @pytest.mark.parametrize(
     ("source", "one"),
     [
@@ -83,7 +76,7 @@ def test_tied_weights_are_equal_on_all_stages(
     words = ("--microbatches", "3", "--clip-grad-norm", "0.7")
     four = ("--stages", "4", "--backend", "gloo")
     runs = [jobs.train(*way, *words, source=source) for way in (one, four)]
-    same(*runs)
+    assert_same(*runs)
     weights = runs[1].weights
     last = max(int(key.partition(".")[0]) for key in weights)
     assert torch.equal(weights["0.table"], weights[f"{last}.table"])
@@ -170,7 +163,7 @@ def test_declared_ties_of_layers_that_share_parameters_are_equal_on_all_stages(j
         for stages in ("1", "2", "5")
     ]
     for run in runs[1:]:
-        same(runs[0], run)
+        assert_same(runs[0], run)
     weights = runs[0].weights
     assert all(torch.equal(weights[one], weights[other]) for one, other in PAIRS)
 
@@ -188,7 +181,7 @@ FROZEN = """
 
 def test_layers_may_share_frozen_parameters(jobs: Jobs) -> None:
     words, source = ("--microbatches", "2"), EAGER + SHARED + FROZEN
-    same(*(jobs.train("--stages", stages, *words, source=source) for stages in ("1", "3")))
+    assert_same(*(jobs.train("--stages", stages, *words, source=source) for stages in ("1", "3")))
 
 
 @pytest.mark.parametrize(
@@ -258,7 +251,9 @@ def test_the_loss_may_use_parameters_of_a_cut_module_that_the_last_layer_has(
 
 def test_the_loss_may_use_parameters_that_no_layer_uses(jobs: Jobs) -> None:
     source = EAGER + CUT.replace("FORWARD", "0").replace("+ LOSS", "* whole.scale")
-    same(*(jobs.train("--stages", stages, "--microbatches", "2", source=source) for stages in "13"))
+    assert_same(
+        *(jobs.train("--stages", stages, "--microbatches", "2", source=source) for stages in "13")
+    )
 
 
 def test_a_cut_forward_that_reaches_parameters_by_a_global_is_an_error(jobs: Jobs) -> None:
@@ -292,7 +287,9 @@ CACHED = """
 
 def test_layers_may_share_what_a_function_keeps(jobs: Jobs) -> None:
     source = EAGER + CACHED.replace("SEEDED", "torch.manual_seed(3)")
-    same(*(jobs.train("--stages", stages, "--microbatches", "2", source=source) for stages in "13"))
+    assert_same(
+        *(jobs.train("--stages", stages, "--microbatches", "2", source=source) for stages in "13")
+    )
 
 
 def test_a_function_that_keeps_other_numbers_on_each_worker_is_an_error(jobs: Jobs) -> None:
@@ -328,7 +325,7 @@ def test_names_marks_and_hooks_are_those_of_the_first_place(jobs: Jobs) -> None:
         jobs.train("--stages", str(k), "--microbatches", "3", source=EAGER + BY_NAME)
         for k in (1, 4)
     ]
-    same(*runs)
+    assert_same(*runs)
     weights = runs[1].weights
     assert torch.equal(weights["0.table"], weights["7.table"])
 
@@ -348,7 +345,7 @@ def test_more_places_than_one_frame_carries(jobs: Jobs) -> None:
         jobs.train("--stages", str(k), "--microbatches", "2", "--steps", "2", source=source)
         for k in (1, 2)
     ]
-    same(*runs)
+    assert_same(*runs)
 
 
 TABLES = """
@@ -410,8 +407,8 @@ TABLES_CUT = """
 def test_stages_have_the_same_tables(jobs: Jobs, source: str) -> None:
     words = ("--microbatches", "3", "--no-profile")
     one = jobs.train("--stages", "1", *words, source=source)
-    same(one, jobs.train("--stages", "3", *words, source=source))
-    same(one, jobs.train("--stages", "2", "--balance", "1,2", *words, source=source))
+    assert_same(one, jobs.train("--stages", "3", *words, source=source))
+    assert_same(one, jobs.train("--stages", "2", "--balance", "1,2", *words, source=source))
 
 
 def test_a_table_that_changes_without_a_trace_is_an_error(jobs: Jobs) -> None:
