@@ -128,9 +128,6 @@ class OnSlurm(Kind):
         (job,) = self.slurm.run("squeue", "--noheader", "--format", "%i", "--me").split()
         return job
 
-    def cancel(self, process: Process, path: Path) -> None:
-        process.send_signal(signal.SIGINT)
-
     def notice(self, process: Process, path: Path) -> None:
         self.slurm.run("scancel", "--signal=USR1", self.job(path))
 
