@@ -19,7 +19,8 @@ import pytest
 
 from pipeworker.plan.actions import Action, parse_actions
 from support.faults.failpoints import STATUS, Triggered
-from support.faults.observed_job import ObservedJob, Usage, usage
+from support.faults.observed_job import ObservedJob
+from support.faults.usage import Usage, check_flat, usage
 from support.real_jobs.jobs import Record, until
 
 KILLED = "SIGKILL of a worker"
@@ -370,21 +371,10 @@ class FaultInjector:
         print(f"{_quantiles([one.seconds for one in self.recoveries])} all")
 
     def check_flat(self) -> None:
-        """Check that no process uses more in the last quarter of its life than in the second."""
+        """Check that no process grows."""
         for (name, pid), rows in self.usage.items():
-            if len(rows) < _MIN_SAMPLES:
-                continue
-            quarter = len(rows) // 4
-            early, late = (
-                [statistics.median(values) for values in zip(*some, strict=True)]
-                for some in (rows[quarter : 2 * quarter], rows[-quarter:])
-            )
-            print(f"{name} ({pid}), {len(rows)} faults: ", end="")
-            print(f"{early[0] / 2**20:.1f} -> {late[0] / 2**20:.1f} MB", end=", ")
-            print(f"{early[1]:g} -> {late[1]:g} descriptors, {early[2]:g} -> {late[2]:g} threads")
-            assert late[0] <= 1.05 * early[0] + (1 << 20), name
-            assert late[1] <= early[1] + 2, name
-            assert late[2] <= early[2], name
+            if len(rows) >= _MIN_SAMPLES:
+                check_flat(f"{name} ({pid})", rows, 1.05, 1 << 20)
 
 
 def _quantiles(values: list[float]) -> str:

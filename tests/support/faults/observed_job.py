@@ -1,4 +1,4 @@
-"""A job under observation: its output with times, its processes, and their resources."""
+"""A job under observation: its output with times, and its processes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from pipeworker.record.rundir import RunDir
 from support.faults.failpoints import VARIABLE, Failpoints
 from support.processes import interpreter
-from support.processes.memory import resident
 from support.real_jobs.jobs import Jobs, Process, Record, processes_of, role_of, until
 
 _TESTS = Path(__file__).parents[2]
@@ -200,18 +199,3 @@ def _group(pid: int) -> int:
         return os.getpgid(pid)
     except ProcessLookupError:
         return 0
-
-
-class Usage(NamedTuple):
-    """The resources of a process: bytes of memory, descriptors and threads."""
-
-    memory: int
-    descriptors: int
-    threads: int
-
-
-def usage(pid: int) -> Usage:
-    descriptors, threads = (
-        len(list(Path(f"/proc/{pid}", what).iterdir())) for what in ("fd", "task")
-    )
-    return Usage(resident(pid), descriptors, threads)
