@@ -19,7 +19,7 @@ from torch import nn
 class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float, after: float
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, seconds: float, after: float
     ) -> torch.Tensor:
         ctx.seconds = after
         time.sleep(seconds)
@@ -31,8 +31,13 @@ class _Sleep(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def sleep(x: torch.Tensor, weight: torch.Tensor, seconds: float, after: float) -> torch.Tensor:
-    """Return the tensor after some seconds; its backward takes `after` seconds."""
+def sleep(
+    x: torch.Tensor, weight: torch.Tensor | None, seconds: float, after: float
+) -> torch.Tensor:
+    """Return the tensor after some seconds; its backward takes `after` seconds.
+
+    There is one if the tensor or the weight needs a gradient.
+    """
     result: torch.Tensor = _Sleep.apply(x, weight, seconds, after)  # type: ignore
     return result
 

@@ -8,31 +8,14 @@ weight as well.
 from __future__ import annotations
 
 import sys
-import time
 from functools import partial
 from typing import Any
 
 import torch
-from emulated_job import data, loss, optimizer
+from emulated_job import data, loss, optimizer, sleep
 from torch import nn
 
 __all__ = ["data", "loss", "model", "optimizer"]
-
-
-class _Sleep(torch.autograd.Function):
-    """Sleep in forward if `both`, and as long in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float, both: bool) -> torch.Tensor:
-        ctx.seconds = seconds
-        if both:
-            time.sleep(seconds)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        time.sleep(ctx.seconds)
-        return gradient, None, None
 
 
 class Sleeping(nn.Module):
@@ -47,9 +30,8 @@ class Sleeping(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        moved: torch.Tensor = _Sleep.apply(x, self.seconds, True)  # type: ignore
-        weight: torch.Tensor = _Sleep.apply(self.weight, self.seconds, False)  # type: ignore
-        return moved + weight
+        moved = sleep(x, None, self.seconds, self.seconds)
+        return moved + sleep(self.weight, None, 0, self.seconds)
 
 
 def model() -> list[Any]:
