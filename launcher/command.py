@@ -27,11 +27,16 @@ FILE = "pipeworker.file"
 
 
 class NonEmptyPath(click.Path):
-    """A path that is not "", as of a variable that is not set: that would be the current folder."""
+    """A path that is not "", as of a variable that is not set: that would be the current folder.
+
+    "-" is the standard output, or input, of other commands.
+    """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not os.fspath(value):
             self.fail("is empty", param, ctx)
+        if os.fspath(value) == "-":
+            self.fail("is '-', which names no file", param, ctx)
         return super().convert(value, param, ctx)
 
 

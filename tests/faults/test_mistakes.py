@@ -94,10 +94,13 @@ def test_a_wrong_argument_gets_one_line(tmp_path: Path) -> None:
     ],
 )
 def test_an_empty_path(words: tuple[str, ...], name: str) -> None:
-    """An unset variable of the shell gives one, which would be the current folder."""
+    """An unset variable of the shell gives one, which would be the current folder; and "-"."""
     result = CliRunner().invoke(cli.main, words, prog_name="pipeworker")
     assert result.output == f"error: {name}: is empty; see `pipeworker {words[0]} --help`\n"
     assert result.exit_code == 2
+    dash = ["-" if word == "" else word for word in words]
+    result = CliRunner().invoke(cli.main, dash, prog_name="pipeworker")
+    assert ": is '-', which names no file; see `pipeworker" in result.output
 
 
 def test_an_accelerator_that_the_host_lacks(
