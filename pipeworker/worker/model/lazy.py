@@ -9,31 +9,19 @@ from pipeworker.errors import UsageError
 from pipeworker.worker import blame
 
 
-def reject_lazy_layer(layer: nn.Module, index: int) -> None:
-    """Reject a lazy layer: before its first input an optimizer finds no parameters in it.
+def reject_lazy(module: nn.Module, layer: int | None = None) -> None:
+    """Reject a layer, or a module to be cut, that has a lazy module.
+
+    Before its first input an optimizer finds no parameters in it.
 
     Raises:
-        UsageError: it is one, or has one.
-    """
-    if any(map(_is_lazy, layer.modules())):
-        raise _without_sizes(f"{blame.layer(index, blame.kind_of(layer))}:")
-
-
-def reject_lazy_module(module: nn.Module) -> None:
-    """Reject a module to be cut that has a lazy one.
-
-    Raises:
-        UsageError: it has one; the message names the first.
+        UsageError: it has one; the message names the layer, or the lazy module within the other.
     """
     for name, one in module.named_modules():
-        if _is_lazy(one):
-            raise _without_sizes(f"model(): its {name} ({type(one).__name__})")
-
-
-def _is_lazy(module: nn.Module) -> bool:
-    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return any(map(is_lazy, own))
-
-
-def _without_sizes(name: str) -> UsageError:
-    return UsageError(f"{name} has parameters without sizes; pass the sizes when you build it")
+        if any(map(is_lazy, (*one.parameters(recurse=False), *one.buffers(recurse=False)))):
+            where = f"model(): its {name} ({type(one).__name__})"
+            if layer is not None:
+                where = f"{blame.layer(layer, blame.kind_of(module))}:"
+            raise UsageError(
+                f"{where} has parameters without sizes; pass the sizes when you build it"
+            )

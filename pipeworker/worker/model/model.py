@@ -23,7 +23,7 @@ from pipeworker.worker import blame
 from pipeworker.worker.internals import is_hooked, move_module
 from pipeworker.worker.model.eval_mode import eval_mode_note
 from pipeworker.worker.model.existing import ByParameter, Origins, digest
-from pipeworker.worker.model.lazy import reject_lazy_layer, reject_lazy_module
+from pipeworker.worker.model.lazy import reject_lazy
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.borrowed import Borrowing
 from pipeworker.worker.stage.cut import building
@@ -84,7 +84,7 @@ class Model:
         self._declared = job.tied
         for index, entry in enumerate(self.entries):
             if isinstance(entry, nn.Module):
-                reject_lazy_layer(entry, index)
+                reject_lazy(entry, index)
         reject_common_memory(self.entries)
         self._origins = Origins(self.entries)
         self.existing: list[Existing] = []
@@ -136,7 +136,7 @@ class Model:
         """Return the layers of a module that is no sequence."""
         if self._plan_of is None:
             raise UsageError(f"model() returned {a_type(module)}; return a list of layers")
-        reject_lazy_module(module)
+        reject_lazy(module)
         plan, types = self._plan_of(module)
         self.cut, self._module = Cut(module, types, self._device, plan), module
         return self.cut.parts_of(module)
@@ -289,7 +289,7 @@ class Model:
                 seed = rng.build_seed(self._seed, index)
                 rng.seed_all(seed, rng.accelerator_generator(self._device))
                 built = job_file.build(entry, index)
-                reject_lazy_layer(built, index)
+                reject_lazy(built, index)
                 own = dict(built.named_parameters())
                 keys = [k for k in keys if k in own and self._first_places[own[k]]]
             else:

@@ -37,7 +37,7 @@ from pipeworker.wire.codec import Codec
 from pipeworker.worker import blame
 from pipeworker.worker.device.device import to_device
 from pipeworker.worker.internals import pytree, shared_fake_mode, version_of
-from pipeworker.worker.model.lazy import reject_lazy_layer
+from pipeworker.worker.model.lazy import reject_lazy
 from pipeworker.worker.profile.outline import Drawing
 from pipeworker.worker.stage import rng, skips
 from pipeworker.worker.stage.cut.building import copies_of_hollow
@@ -186,7 +186,7 @@ def fresh_layer(entry: job_file.Entry, index: int, seed: int, *, real: bool = Tr
         return _copied(entry, real=real)
     rng.seed_all(rng.build_seed(seed, index))
     built = job_file.build(entry, index)
-    reject_lazy_layer(built, index)
+    reject_lazy(built, index)
     if not real:
         return built
     try:
