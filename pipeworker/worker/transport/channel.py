@@ -131,9 +131,9 @@ class Sender(_End):
                 self._keep(started, number, messages)
         else:
             self._last_task = SendTask(lambda: self._start(messages), self._send_thread)
-            self._keep(self._last_task, number, messages)
+            self._keep([self._last_task], number, messages)
 
-    def _keep(self, sends: SendTask | list[Pending], number: int, messages: Messages) -> None:
+    def _keep(self, sends: list[Pending], number: int, messages: Messages) -> None:
         """Keep sends that are under way, and the versions of what they read."""
         unchanged = None
         if self._source:
@@ -165,7 +165,7 @@ class Sender(_End):
             self._keep(start(), number, messages)
         else:
             self._last_task = SendTask(start, self._send_thread)
-            self._keep(self._last_task, number, messages)
+            self._keep([self._last_task], number, messages)
         return []
 
     def _send_to_device(
@@ -218,11 +218,11 @@ class Sender(_End):
 class _Sent:
     """Sends under way, of either thread, and the tensors that must not change until then."""
 
-    sends: SendTask | list[Pending]
+    sends: list[Pending]
     unchanged: Unchanged | None
 
     def wait(self) -> None:
-        for pending in self.sends if isinstance(self.sends, list) else (self.sends,):
+        for pending in self.sends:
             pending.wait()
         if self.unchanged is not None:
             self.unchanged.check()
