@@ -55,7 +55,7 @@ from loop import loop
 
 from pipeworker.plan.actions import Edge
 from pipeworker.plan.placement import Placement
-from pipeworker.worker.device.accelerator import Mapping, Signal, accelerator_for
+from pipeworker.worker.device.accelerator import CudaIpc, Signal, accelerator_for
 from pipeworker.worker.transport.connect import connect
 from pipeworker.worker.transport.handshake import Membership
 from pipeworker.worker.transport.links.mapped import ReceivingLane, SendingLane
@@ -160,7 +160,7 @@ def linked(rank: int, questions: Connection, member: Membership) -> tuple[torch.
     return device, connect(*places, accelerator_for(device))
 
 
-class Within(Mapping):
+class Within(CudaIpc):
     """The mapping of memory within one process: handles are numbers of what is shared."""
 
     def __init__(self, device: torch.device) -> None:

@@ -27,7 +27,7 @@ class Signal(Protocol):
         """Record the event after all work submitted to the stream so far."""
 
 
-class Mapping:
+class CudaIpc:
     """CUDA IPC, between processes on one device or on devices that reach each other's memory.
 
     A process maps what another one shares by a handle: bytes that are sent over a socket.
@@ -113,7 +113,7 @@ class Accelerator:
         offloads: stream of offloaded tensors.
     """
 
-    mapping: Mapping | None = None
+    mapping: CudaIpc | None = None
     communicators: Nccl | None = None
 
     def __init__(self, device: torch.device) -> None:
@@ -190,7 +190,7 @@ class CudaAccelerator(Accelerator):
     def __init__(self, device: torch.device) -> None:
         self._streams: dict[int, Any] = {}
         super().__init__(device)
-        self.mapping = Mapping(device)
+        self.mapping = CudaIpc(device)
         self.communicators = Nccl(device) if is_nccl_available() else None
 
     def _stream(self) -> Any:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from pipeworker.worker.device.accelerator import Accelerator, Mapping, accelerator_for
+from pipeworker.worker.device.accelerator import Accelerator, CudaIpc, accelerator_for
 from pipeworker.worker.transport.links import mapped, shared
 from pipeworker.worker.transport.links.link import Lane, Link, Pending, TwoLanes
 from support.devices.device import LateDevice
@@ -65,7 +65,7 @@ class _Recorded(LateEvent):
         return bool(_COUNTS.unpack_from(self.signal.memory)[1] >= self.place)
 
 
-class PosixMapping(Mapping):
+class PosixMapping(CudaIpc):
     """The mapping of memory by files of ``/proc``.
 
     Args:

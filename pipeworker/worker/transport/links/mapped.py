@@ -28,7 +28,7 @@ from pipeworker.errors import ProtocolError
 from pipeworker.host import streams
 from pipeworker.plan.actions import Edge
 from pipeworker.record.checkpoint.tensor_file import raw_bytes
-from pipeworker.worker.device.accelerator import Accelerator, Event, Mapping, Signal
+from pipeworker.worker.device.accelerator import Accelerator, CudaIpc, Event, Signal
 from pipeworker.worker.transport.handshake import AuthenticationError
 from pipeworker.worker.transport.links.link import OneLane, Pending, PendingReceive, peer_lost
 from pipeworker.worker.transport.links.sending import RECORD_BYTES, Ancillary, PostedSender
@@ -58,7 +58,7 @@ class ReceivingLane(OneLane):
     mapped = True
 
     def __init__(
-        self, edge: Edge, connection: socket.socket, accelerator: Accelerator, mapping: Mapping
+        self, edge: Edge, connection: socket.socket, accelerator: Accelerator, mapping: CudaIpc
     ) -> None:
         self.device = accelerator.device
         self._accelerator, self._mapping = accelerator, mapping
@@ -141,7 +141,7 @@ class SendingLane(PostedSender):
     """The source's end. The device copies; the host only reports that the copy is submitted."""
 
     def __init__(
-        self, edge: Edge, connection: socket.socket, accelerator: Accelerator, mapping: Mapping
+        self, edge: Edge, connection: socket.socket, accelerator: Accelerator, mapping: CudaIpc
     ) -> None:
         super().__init__(edge, connection)
         self.device = accelerator.device
@@ -255,7 +255,7 @@ def negotiate(
     return lane_type(edge, connection, accelerator, mapping)
 
 
-def _offer(connection: socket.socket, accelerator: Accelerator, mapping: Mapping) -> str:
+def _offer(connection: socket.socket, accelerator: Accelerator, mapping: CudaIpc) -> str:
     """Offer the sender memory and an event to map; return why that is impossible, or ""."""
     memory, signal, handles = accelerator.empty(1), None, (b"", b"")
     reason = ""
@@ -270,7 +270,7 @@ def _offer(connection: socket.socket, accelerator: Accelerator, mapping: Mapping
     return reason or reply
 
 
-def _try_offer(connection: socket.socket, accelerator: Accelerator, mapping: Mapping) -> str:
+def _try_offer(connection: socket.socket, accelerator: Accelerator, mapping: CudaIpc) -> str:
     """Map the receiver's offer; return why that is impossible, or ""."""
     reason, memory, event = _receive_fields(connection, str, bytes, bytes)
     if not reason:
