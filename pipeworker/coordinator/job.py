@@ -151,7 +151,7 @@ class Job:
                 return [*effects, *self._restart([], text, now)]
             return effects
         if self._pending_end is not None:
-            if end != self._pending_end and end.failure:
+            if end is not self._pending_end and end.failure:
                 text = with_location(end.failure)
                 effects.append(Warned(f"step {self.progress.steps} is not saved: {text}"))
             end = self._pending_end

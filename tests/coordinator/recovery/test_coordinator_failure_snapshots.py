@@ -59,8 +59,12 @@ def test_the_first_error_stays_the_verdict_if_saving_fails() -> None:
     def lost(job: ScriptedJob) -> None:
         job.exited(0, -9)
 
-    def fails_again(job: ScriptedJob) -> None:
+    def fails_otherwise(job: ScriptedJob) -> None:
         job.receive(Failed(0, Failure(Cause.USER, "model() raised")))
+
+    def fails_again(job: ScriptedJob) -> None:
+        """As data() does which no longer reaches what it reads."""
+        job.receive(RAISED)
 
     def disk_is_full(job: ScriptedJob) -> None:
         job.describe()
@@ -69,7 +73,7 @@ def test_the_first_error_stays_the_verdict_if_saving_fails() -> None:
             job.saved()
             job.checkpoint_failed()
 
-    for what in (lost, fails_again, disk_is_full):
+    for what in (lost, fails_otherwise, fails_again, disk_is_full):
         job = failed_with_memory()
         job.join()
         what(job)
@@ -77,6 +81,7 @@ def test_the_first_error_stays_the_verdict_if_saving_fails() -> None:
         assert job.job.end.failure
         assert (job.job.end.failure.message, job.ended.exit_status) == (MESSAGE, 1)
         assert len(of(job.effects, Restart)) == 1
+        assert of(job.effects, Warned)[-1].text.startswith("step 2 is not saved: ")
 
 
 @pytest.mark.parametrize(
