@@ -51,7 +51,8 @@ class StepDone:
         snapshot_step: the last step whose snapshot is complete, -1 for none.
         snapshot_lacked_memory: whether a snapshot was not made because memory is short.
         snapshot_torn: the last step whose snapshot will not be complete, because a forward changed
-            weights in place while they were copied; -1 for none.
+            weights in place while they were copied, or because the host that mirrors it has not
+            stored it; -1 for none.
         data_seconds: seconds spent reading the next mini-batch, part of `busy`.
         borrowed: in the first step, uses of parameters that no layer of this worker has.
         notes: in the first step, hints for the user about what layers do.

@@ -106,6 +106,7 @@ class SnapshotWriter:
         self._error: BaseException | None = None
         self._watch = WeightWatch()
         self._complete = self._copied_last = -1, 0.0
+        self._unmirrored = -1
         self.lacked_memory = False
 
     @property
@@ -122,8 +123,8 @@ class SnapshotWriter:
 
     @property
     def torn(self) -> int:
-        """The last step whose snapshot is given up, because it is torn; -1 for none."""
-        return max(self._watch.torn(), default=-1)
+        """The last step whose snapshot is given up: torn, or not mirrored; -1 for none."""
+        return max((*self._watch.torn(), self._unmirrored))
 
     def copy(
         self, copy: Copy, parts: Sequence[StageState], elsewhere: set[int], position: Position
@@ -303,6 +304,8 @@ class SnapshotWriter:
         began = time.thread_time()
         if mirror.mirror(copy.slot, buffer.memory, copy.step):
             self._copied_last = copy.step, seconds + time.thread_time() - began
+        else:
+            self._unmirrored = copy.step
 
     def _write(self, step: int, memory: SnapshotMemory) -> None:
         files, error = self._write_by_process(step, memory)

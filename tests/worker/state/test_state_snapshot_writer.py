@@ -162,6 +162,38 @@ def test_weights_that_forwards_mask_without_a_trace_are_copied_at_once(
         assert torch.equal(TensorFile(files.model)["0.weight"], before)
 
 
+def test_a_snapshot_that_is_not_mirrored_is_given_up_for_the_next_one(
+    layer_writer: WriterOfLayer,
+) -> None:
+    """The coordinator would wait for it, and request no other."""
+
+    class Mirror:
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        def mirror(self, slot: int, memory: SnapshotMemory, step: int) -> bool:
+            """Fail once, as where the connection is reset."""
+            self.steps.append(step)
+            return len(self.steps) > 1
+
+        def close(self) -> None:
+            pass
+
+    mirror: Any = Mirror()
+    writer = SnapshotWriter(
+        0, 1, layer_writer.memories, lambda _: layer_writer.folder, (), print, mirror=lambda: mirror
+    )
+    found = []
+    for step in (1, 2):
+        writer.copy(Copy(step, 0), layer_writer.parts, set(), None)
+        writer.wait_copied()
+        writer._mirrors.finish()
+        found.append((writer.complete[0], writer.torn))
+    writer.close()
+    assert mirror.steps == [1, 2]
+    assert found == [(-1, 1), (2, 1)]
+
+
 def test_a_checkpoint_whose_weights_a_forward_has_changed_is_none(
     layer_writer: WriterOfLayer, late_copies: threading.Event
 ) -> None:
