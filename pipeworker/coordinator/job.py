@@ -176,7 +176,7 @@ class Job:
                 cause = with_location(end.failure)
                 if fewer:
                     cause = f"{cause}; the job continues with {self._workers_text}{self._fallback}"
-                self._restarts.record(cause, now, counts=not is_same)
+                self._restarts.record(cause, now, counts=not is_free)
                 return self._restart(effects, cause, now)
             if refusal and self._restarts.causes:
                 effects.append(Warned(f"the job is not restarted: {refusal}"))

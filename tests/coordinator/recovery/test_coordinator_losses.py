@@ -285,6 +285,22 @@ def test_the_job_shrinks_to_the_room_on_its_hosts() -> None:
     assert job.failure.message == "host a: no route to host"
 
 
+def test_attempts_to_start_all_workers_again_count_as_no_losses() -> None:
+    """A host that stays away costs one restart, however often the job tries it."""
+    job = replaceable_job(4, min_stages=1, max_restarts=2).running()
+    job.handle(HostLost((2, 3), "host b is lost"))
+    for attempt in range(3):
+        job.handle(CannotStart(2, job.number, "host b: no route to host", 2))
+        assert job.running().placement.workers == 2
+        job.now += TIMINGS.grow * 2**attempt
+        job.done(0, 1)
+        assert job.placement.workers == 4
+    job.handle(CannotStart(2, job.number, "host b: no route to host", 2))
+    assert of(job.running().exited(1, -9), Restart)
+    assert not of(job.running().exited(0, -9), Restart)
+    assert job.ended.status == "failed"
+
+
 def test_a_new_coordinator_goes_on_with_the_stages_that_are_left() -> None:
     start = Start(causes=("the coordinator was killed",), stages=2)
     job = ScriptedJob(4, replaceable=True, min_stages=1, start=start).running()
