@@ -26,9 +26,12 @@ def gradient(mb: MicroBatch, scale: float) -> torch.Tensor:
 
 
 def record(mb: MicroBatch, loss: Any) -> torch.Tensor:
-    """Store the scalars that ``loss`` returned, and return the root of the backward."""
+    """Store copies of the scalars that ``loss`` returned, and return the root of the backward.
+
+    The user's code may keep what it has returned, as the begin of a sum that later calls add to.
+    """
     root, count = parts(loss)
-    mb.loss = root.detach()
+    mb.loss = root.detach().clone()
     # A float32 would round a float.
     dtype = torch.float64 if isinstance(count, float) else None
     mb.count = (
@@ -104,7 +107,7 @@ def _count(count: Any) -> Any:
                 "loss(output, target) returned a pair (sum, count) whose count has a graph, and a "
                 "count has no gradient; detach() it, or return one scalar"
             )
-        return count.reshape(())
+        return count.clone().reshape(())
     if isinstance(count, Real):  # numpy's are too
         return int(count) if isinstance(count, Integral) else float(count)
     shown = a_type(count)

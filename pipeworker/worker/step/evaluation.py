@@ -90,7 +90,8 @@ class Averages:
         Raises:
             UsageError: ``loss`` or ``metrics`` returned something other than scalars.
         """
-        loss, count = parts(self.loss_of(output, target))
+        returned, count = parts(self.loss_of(output, target))
+        loss = returned.clone()  # the user's code may add to what it has returned
         entry = (loss, samples, samples) if count is None else (loss, 1, count)
         figures = self._sets.setdefault(name, {})
         figures.setdefault("loss", []).append(entry)
@@ -146,7 +147,7 @@ def checked_figures(values: Any) -> dict[str, Any]:
 
 def _scalar(name: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-        return value.detach()
+        return value.detach().clone()
     if isinstance(value, Real):  # numpy's are too
         with suppress(OverflowError):
             return float(value)

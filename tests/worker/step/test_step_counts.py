@@ -65,6 +65,31 @@ def test_counted_losses_equal_a_loop_that_divides_at_the_end(
         assert_equal(pipeline.train(2), expected, f"{placement}")
 
 
+class Adding:
+    """A loss that adds to the first scalars that it has returned."""
+
+    def __init__(self) -> None:
+        self.total: torch.Tensor | None = None
+        self.count = torch.zeros(())
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        loss, count = ((output - target) ** 2).sum(), torch.tensor(len(target))
+        if self.total is None:
+            self.total, self.count = loss.detach(), count
+        else:
+            self.total += loss.detach()
+            self.count += count
+        return loss, count
+
+
+def test_a_loss_may_add_to_what_it_has_returned() -> None:
+    layers, batches = mlp(), data(7, 5)
+    expected = plain(copy.deepcopy(layers), Adding(), batches, 3, sgd)
+    way = filled(Placement.identity(2))
+    pipeline = Pipeline(layers, Adding(), batches, way, microbatches=3, optimizer=sgd)
+    assert_equal(pipeline.train(2), expected)
+
+
 def test_a_mean_is_weighted_by_samples_and_not_divided() -> None:
     layers, batches = mlp(), data(7, 5, 7)
     expected = plain(copy.deepcopy(layers), mse, batches, 3, adam)

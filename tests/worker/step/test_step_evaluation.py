@@ -33,6 +33,16 @@ def test_losses_with_counts_are_divided_by_the_total() -> None:
     assert averages.result(3).row() == {"loss": 1.0}
 
 
+def test_figures_are_those_of_the_time_at_which_they_were_returned() -> None:
+    loss, count, figure = torch.tensor(6.0), torch.tensor(2), torch.tensor(1.0)
+    averages = Averages(lambda output, target: (loss, count), lambda output, target: {"it": figure})
+    averages.add(None, None, 1)
+    for value in (loss, count, figure):
+        value += 2
+    averages.add(None, None, 1)
+    assert averages.result(3).row() == {"loss": 14 / 6, "it": 2.0}
+
+
 def test_sets_have_averages_of_their_own() -> None:
     averages = Averages(_target_as_loss, lambda output, target: {"two": 2 * target})
     assert math.isnan(averages.result(3).loss)
