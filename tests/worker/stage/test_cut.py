@@ -317,6 +317,18 @@ class HookedBackward(Biased):
         first.register_full_backward_pre_hook(lambda _, grads: (grads[0] * 2,))
 
 
+class Disabling(Biased):
+    """Disables gradients around units, and enables them behind."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        first, middle, last = self.layers
+        hidden = first(x)
+        torch.set_grad_enabled(False)
+        factor = torch.tanh(middle(hidden))
+        torch.set_grad_enabled(True)
+        return last(hidden) * factor
+
+
 class Filling(Biased):
     """Fills memory without numbers, wholly and in parts, beside calls that make no tensor."""
 
@@ -364,6 +376,7 @@ class Cached(nn.Module):
     [
         Biased,
         Cached,
+        Disabling,
         Shifting,
         Filling,
         HookedBackward,

@@ -145,6 +145,30 @@ def set_for_the_next(m: Any, x: torch.Tensor) -> Any:
     return m.apart[1](out)
 
 
+def reset_behind(m: Any, x: torch.Tensor) -> Any:
+    x = m.apart[0](x * (m.steps + 1))
+    m.steps = 1
+    x = m.apart[2](m.apart[1](x))
+    m.steps = 0
+    return m.head(x)
+
+
+def reset_in_a_clause(m: Any, x: torch.Tensor) -> Any:
+    x = m.apart[0](x * (m.steps + 1))
+    try:
+        m.steps = 1
+        x = m.apart[2](m.apart[1](x))
+    finally:
+        m.steps = 0
+    return m.head(x)
+
+
+def counted_by_layer(m: Any, x: torch.Tensor) -> Any:
+    for m.steps, layer in enumerate((*m.apart, m.head)):
+        x = layer(x) * (m.steps + 1)
+    return x
+
+
 def set_by_another_for_the_next(m: Any, x: torch.Tensor) -> Any:
     out = m.l[1](m.l[0](x))
     m.shared.factor = 0.5
@@ -241,6 +265,7 @@ def set_from_the_second_on(m: Any, x: torch.Tensor) -> Any:
         (reset_first, "layer 0 .*sets 'calls' of adding.0 for the next forward"),
         (set_from_the_second_on, "sets 'factor' of apart.0 for the next forward"),
         (set_for_the_next, "layer 0 .*sets 'factor' of apart.0 for the next forward"),
+        (reset_behind, "layer 0 .* what a stage that ends behind apart.1 leaves .* its next run"),
         (set_by_another_for_the_next, "sets 'shared' of l.0 for the next forward"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -250,6 +275,12 @@ def test_state_that_another_stage_would_not_see_is_refused(way: Any, message: st
     module.apart[0].register_forward_hook(module.hear)
     with pytest.raises(UsageError, match=message):
         plan_of(module, NO_TYPES, torch.randn(4, WIDTH))
+
+
+@pytest.mark.parametrize("way", [reset_in_a_clause, counted_by_layer])
+def test_state_that_is_as_before_when_a_stage_ends_is_no_reason_to_refuse(way: Any) -> None:
+    module = Stateful(way)
+    assert len(plan_of(module, NO_TYPES, torch.randn(4, WIDTH))) == 4
 
 
 def test_a_hook_that_holds_the_module_is_refused() -> None:

@@ -38,10 +38,10 @@ class CommonVariables:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         others = {torch.__name__, *sys.stdlib_module_names}
-        bases = {base for one in modules for base in type(one).__mro__}
+        bases = dict.fromkeys(base for one in modules for base in type(one).__mro__)
         kinds = [b for b in bases if b.__module__.partition(".")[0] not in others]
-        files = {sys.modules.get(kind.__module__) for kind in kinds} - {None}
-        self._owners = [*kinds, *files]
+        files = dict.fromkeys(sys.modules.get(kind.__module__) for kind in kinds)
+        self._owners = [*kinds, *filter(None, files)]
         self.changed: dict[Variable, _State] = {}
         self._first = self._states()
 
@@ -71,6 +71,13 @@ class CommonVariables:
         finally:
             _put(now)
 
+    def shown(self) -> dict[str, list[Any]]:
+        """Return the objects that show a change of each variable, by its name."""
+        return {
+            f"{owner.__name__}.{name}": shown
+            for (owner, name), (shown, _, _) in self._states().items()
+        }
+
     def restore(self) -> None:
         """Undo all changes since the first."""
         _put(_differences(self._first, self._states()))
@@ -93,7 +100,7 @@ def _differences(
     absent = _state(_ABSENT)
     return {
         variable: before.get(variable, absent)
-        for variable in before.keys() | now.keys()
+        for variable in {**before, **now}
         if not is_same(before.get(variable, absent)[0], now.get(variable, absent)[0])
     }
 

@@ -388,7 +388,8 @@ class Forward:
         self._begin_layer()
         args, kwargs = arguments(batch)
         try:
-            with self._mode:
+            # A stage may leave where the forward has disabled gradients, and would enable them.
+            with torch.set_grad_enabled(torch.is_grad_enabled()), self._mode:
                 out = module(*args, **kwargs)
                 if self._layer >= self.stop == len(self._plan):
                     self._check_count(self._layer, "in all")

@@ -10,7 +10,7 @@ run of the forward checks what has changed since the unit's own last call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import is_
 from typing import Any
 
@@ -48,7 +48,7 @@ class Isolation:
 
     def changed(self, name: str, unit: nn.Module) -> str | None:
         """Return the path of an attribute of a unit that is not as it was, if there is one."""
-        return _changed(self._before[name], _held_by(unit))
+        return changed_path(self._before[name], _held_by(unit))
 
     def note_call(self, name: str, unit: nn.Module) -> None:
         """Note what a unit holds when a call of it ends."""
@@ -78,7 +78,7 @@ class Isolation:
     def check_again(self, name: str, unit: HollowUnit, layer: int, args: Any, kwargs: Any) -> None:
         """Reject a change of a unit since its last call by which its next one differs."""
         before, count = self._after.get(name, ({}, 0))
-        changed = _changed(before, _held_by(unit.unit)) if count else None
+        changed = changed_path(before, _held_by(unit.unit)) if count else None
         if changed is None:
             return
         held, recording = held_by(args, kwargs), Recording()
@@ -100,20 +100,26 @@ class Isolation:
         self.note_call(name, unit.unit)
 
 
-def _changed(before: _Held, now: _Held) -> str | None:
+def changed_path(before: _Held, now: _Held) -> str | None:
+    """Return the first path that does not hold what it held, if there is one."""
     for path in {**before, **now}:
         if not is_same(before.get(path, []), now.get(path, [])):
             return path
     return None
 
 
-def _held_by(unit: nn.Module) -> _Held:
+def held_by_modules(modules: Iterable[tuple[str, nn.Module]]) -> _Held:
+    """Return what the attributes of modules hold, by path."""
     found: _Held = {}
-    for name, module in unit.named_modules():
+    for name, module in modules:
         for key, value in (*vars(module).items(), *module.named_buffers(recurse=False)):
             if key not in _OF_TORCH:
                 found[f"{name}.{key}" if name else key] = list(_flat(value))
     return found
+
+
+def _held_by(unit: nn.Module) -> _Held:
+    return held_by_modules(unit.named_modules())
 
 
 def _flat(value: Any) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from pipeworker.worker.stage.cut.inner_hooks import forget_library_hooks
 from pipeworker.worker.stage.cut.isolation import Isolation
 from pipeworker.worker.stage.cut.plan import CutPlan
 from pipeworker.worker.stage.cut.planning import Planning
-from pipeworker.worker.stage.cut.rehearsal import Rehearsal
+from pipeworker.worker.stage.cut.rehearsal import AGAIN, ELSEWHERE, Rehearsal, departed
 from pipeworker.worker.stage.cut.shapes import HollowUnit
 from pipeworker.worker.stage.cut.units import (
     CPU,
@@ -145,16 +145,24 @@ def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
             f"model(): a hook or another function holds the module, and sets {changed!r} of it; a "
             "pipeline runs copies of the module: have the function use the module that it is given"
         )
-    elsewhere = ("a unit", "where the unit ran on another stage,")
-    again = ("an earlier forward", "in a second run")
-    for one, own, cause, before in (
-        (fresh, _intercept(fresh, id), elsewhere, None),
-        (copied, units, again, isolation),
-    ):
-        rehearsal = Rehearsal(planning, _names_of(one), cause, own, before)
+
+    def rehearse(
+        one: nn.Module,
+        own: Mapping[str, HollowUnit],
+        cause: tuple[str, str, str],
+        before: Isolation | None = None,
+        stop: int | None = None,
+    ) -> None:
+        rehearsal = Rehearsal(planning, _names_of(one), cause, own, before, stop)
         for name, unit in own.items():
             unit.redirect(partial(rehearsal.call, name))
         rehearsal.rehearse(one, _copy(batch))
+
+    rehearse(fresh, _intercept(fresh, id), ELSEWHERE)
+    rehearse(copied, units, AGAIN, isolation)
+    for layer in planning.departures.layers():
+        for stop in (layer + 1, None):
+            rehearse(copied, units, departed(plan.units[layer]), isolation, stop)
     common.restore()
     return plan
 

@@ -41,6 +41,7 @@ from pipeworker.worker.stage.cut.calls import (
 )
 from pipeworker.worker.stage.cut.common import CommonVariables
 from pipeworker.worker.stage.cut.containers import Held, effects_since, held_by, restore
+from pipeworker.worker.stage.cut.departures import Departures
 from pipeworker.worker.stage.cut.guards import Guards
 from pipeworker.worker.stage.cut.inner_hooks import Heard, hooked_in, tell
 from pipeworker.worker.stage.cut.isolation import Isolation
@@ -65,6 +66,7 @@ class Planning:
         described: by layer, descriptions of what its unit returned.
         inside: by place in the trace, the calls within a unit that is called with an object.
         isolation: of the units, while and after the forward runs.
+        departures: what the modules around the units hold behind each layer.
     """
 
     def __init__(
@@ -95,7 +97,9 @@ class Planning:
     ) -> CutPlan:
         """Return the plan of a hollow module, whose units call :meth:`call`, for an input."""
         self._units, self.isolation = units, isolation
-        self._guards = Guards(module, [one.unit for one in units.values()], self._here)
+        own = [one.unit for one in units.values()]
+        self._guards = Guards(module, own, self._here)
+        self.departures = Departures(module, own, self._common)
         self._owned = {
             storage_key(parameter): self._parameters[id(parameter)]
             for parameter in module.parameters()
@@ -114,6 +118,7 @@ class Planning:
             functions = self._guards.functions(lambda t: not self._unit and self._depends(t))
             with rng.preserve_generators(), functions, self._mode:
                 out = module(*args, **kwargs)
+            self.departures.note()
         except Exception as error:
             if type(error).__name__ in _NEEDS_NUMBERS or any(
                 text in str(error) for text in _NO_DATA
@@ -365,6 +370,7 @@ class Planning:
         self.plan.counts.append(self._count)
         self._at += 1
         tell(unit, heard)
+        self.departures.note()
         return out
 
     def _called(

@@ -35,7 +35,16 @@ from pipeworker.worker.stage.cut.shapes import HollowUnit
 from pipeworker.worker.stage.cut.trace import Trace, is_object, without_content
 from pipeworker.worker.stage.cut.units import CPU
 
-_REMEDY = "have units return what they compute, and pass what they need as arguments"
+_PASS = "have units return what they compute, and pass what they need as arguments"
+ELSEWHERE = ("a unit", "where the unit ran on another stage,", _PASS)
+AGAIN = ("an earlier forward", "in a second run", _PASS)
+"""Causes of a difference: the code that leaves what differs, when it differs, and the remedy."""
+
+
+def departed(unit: str) -> tuple[str, str, str]:
+    """Return the cause of a difference behind a forward that a stage has left behind a unit."""
+    remedy = "set it as the forward begins, or reset it in a `finally` clause"
+    return f"a stage that ends behind {unit}", "in its next run", remedy
 
 
 class Rehearsal(Forward):
@@ -43,21 +52,24 @@ class Rehearsal(Forward):
 
     Args:
         planning: the earlier run.
-        cause: for the message, the code that leaves what differs, and when it differs.
+        cause: for the message, one of the causes above.
         units: the units of the module by name.
         isolation: of the earlier run of the same module; None if this is another copy of it.
+        stop: the layer before which a stage leaves the forward; None to run all of it.
     """
 
     def __init__(
         self,
         planning: Planning,
         parameters: dict[int, str],
-        cause: tuple[str, str],
+        cause: tuple[str, str, str],
         units: Mapping[str, HollowUnit],
         isolation: Isolation | None = None,
+        stop: int | None = None,
     ) -> None:
         plan = planning.plan
         super().__init__(plan, planning.types, parameters, CPU, len(plan) + 1, (), (), {})
+        self.stop = self.stop if stop is None else stop
         self._described = [*planning.described]
         self._planning, self._expected = planning, planning.trace.calls
         self._trace, self._cause = Trace(), cause
@@ -74,12 +86,15 @@ class Rehearsal(Forward):
             raise self._elsewhere(
                 f"it fails with {type(error).__name__} at {line_of_error(error)}: {error}"
             ) from error
-        if len(self._trace.calls) != len(self._expected):
+        if self.stop > len(self._plan) and len(self._trace.calls) != len(self._expected):
             raise self._elsewhere("it ends early")
 
     def begin(self, value: Any) -> Any:
         """Return the module's input."""
         return value
+
+    def end(self) -> None:
+        """Leave the forward: no stage follows."""
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compare one call of a function of torch outside of units, then do it."""
@@ -136,9 +151,9 @@ class Rehearsal(Forward):
 
     def _elsewhere(self, reason: str, *, in_forward: bool = True) -> UsageError:
         layer = min(self._layer, len(self._plan) - 1)
-        left_by, when = self._cause
+        left_by, when, remedy = self._cause
         what = f"depends on what {left_by} leaves in an attribute or an object: {when} {reason}"
-        return refused(layer, self._plan.units[layer], what, _REMEDY)
+        return refused(layer, self._plan.units[layer], what, remedy)
 
 
 def _with_own_content(leaf: Any) -> Any:
