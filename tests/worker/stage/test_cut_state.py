@@ -164,7 +164,8 @@ def reset_in_a_clause(m: Any, x: torch.Tensor) -> Any:
 
 
 def counted_by_layer(m: Any, x: torch.Tensor) -> Any:
-    for m.steps, layer in enumerate((*m.apart, m.head)):
+    for step, layer in enumerate((*m.apart, m.head)):
+        m.steps = step
         x = layer(x) * (m.steps + 1)
     return x
 
@@ -323,7 +324,7 @@ def test_state_that_changes_no_number_is_no_reason_to_refuse() -> None:
 class Common(nn.Module):
     """A unit that counts in its class and in a global variable, and that may use the count."""
 
-    count, seen, factor = 0, [0], 1.0
+    count, seen, factor, left = 0, [0], 1.0, 1.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,6 +339,11 @@ class Common(nn.Module):
 
 
 _COUNTS = {"all": 0}
+
+
+def leave() -> float:
+    Common.left = 2.0
+    return 1.0
 
 
 class OfCommon(nn.Module):
@@ -370,6 +376,29 @@ def test_a_value_that_units_leave_in_a_class_or_a_global_variable_is_refused(
     module = OfCommon()
     module.uses = read
     with pytest.raises(UsageError, match="depends on what a unit leaves in an attribute"):
+        plan_of(module, NO_TYPES, torch.randn(2, WIDTH))
+
+
+def test_a_value_that_a_unit_leaves_beside_others_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Common, "left", 1.0)
+    module = OfCommon()
+    vars(module.layers[1])["uses"] = leave
+    vars(module.layers[2])["uses"] = lambda: Common.left
+    with pytest.raises(UsageError, match=r"layer 2 .* sets Common.count, which each stage has"):
+        plan_of(module, NO_TYPES, torch.randn(2, WIDTH))
+
+
+def test_a_value_that_a_unit_leaves_for_the_next_forward_of_an_earlier_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Common, "left", 1.0)
+    module = OfCommon()
+    vars(module.layers[2])["uses"] = leave
+    vars(module.layers[0])["uses"] = lambda: Common.left
+    message = r"layer 0 .* sets Common.count for the next forward, and each stage has one"
+    with pytest.raises(UsageError, match=message):
         plan_of(module, NO_TYPES, torch.randn(2, WIDTH))
 
 

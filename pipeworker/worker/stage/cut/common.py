@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from pipeworker.worker.internals import version_of
-from pipeworker.worker.stage.cut.isolation import is_same
+from pipeworker.worker.stage.cut.objects import is_same
 from pipeworker.worker.transport.structure import PLAIN_TYPES
 
 Variable = tuple[Any, str]
@@ -63,20 +63,32 @@ class CommonVariables:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Undo the changes of units inside the context."""
-        now = {one: _state(vars(one[0]).get(one[1], _ABSENT)) for one in self.changed}
-        _put(self.changed)
+        """Undo the changes of units inside the context, and all that is changed there behind it."""
+        with self._having(self.changed):
+            yield
+
+    @contextmanager
+    def as_at_first(self) -> Iterator[None]:
+        """Undo all changes inside the context, and all that is changed there behind it."""
+        with self._having(_differences(self._first, self._states())):
+            yield
+
+    @contextmanager
+    def _having(self, states: dict[Variable, _State]) -> Iterator[None]:
+        now = self._states()
+        _put(states)
         try:
             yield
         finally:
-            _put(now)
+            _put(_differences(now, self._states()))
 
-    def shown(self) -> dict[str, list[Any]]:
-        """Return the objects that show a change of each variable, by its name."""
-        return {
-            f"{owner.__name__}.{name}": shown
-            for (owner, name), (shown, _, _) in self._states().items()
-        }
+    def first_changed(self) -> str | None:
+        """Return the name of the first variable that a unit has changed, if there is one."""
+        return next((f"{owner.__name__}.{name}" for owner, name in self.changed), None)
+
+    def shown(self) -> dict[Variable, list[Any]]:
+        """Return the objects that show a change of each variable."""
+        return {variable: shown for variable, (shown, _, _) in self._states().items()}
 
     def restore(self) -> None:
         """Undo all changes since the first."""

@@ -27,7 +27,7 @@ class Departures:
         inside = {id(one) for unit in units for one in unit.modules()}
         self._around = [(n, one) for n, one in module.named_modules() if id(one) not in inside]
         self._common = common
-        self._behind: list[dict[str, list[Any]]] = []
+        self._behind: list[dict[Any, list[Any]]] = []
 
     def note(self) -> None:
         """Note what they hold behind a layer, or, in the end, behind the forward."""
@@ -35,7 +35,11 @@ class Departures:
 
     def layers(self) -> list[int]:
         """Return the layers behind which they hold something else than behind the forward."""
-        *behind, end = self._behind
+        of_units = self._common.changed
+        *behind, end = (
+            {key: value for key, value in held.items() if key not in of_units}
+            for held in self._behind
+        )
         found: list[int] = []
         known = [end]
         for layer, held in enumerate(behind[:-1]):

@@ -11,7 +11,6 @@ run of the forward checks what has changed since the unit's own last call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from operator import is_
 from typing import Any
 
 import torch
@@ -19,12 +18,12 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.worker.internals import pytree, version_of
+from pipeworker.worker.stage.cut.common import CommonVariables
 from pipeworker.worker.stage.cut.containers import held_by, restore
 from pipeworker.worker.stage.cut.inner_hooks import hooked_in
-from pipeworker.worker.stage.cut.objects import bytes_of, held_within
+from pipeworker.worker.stage.cut.objects import bytes_of, held_within, is_same
 from pipeworker.worker.stage.cut.shapes import HollowUnit
 from pipeworker.worker.stage.cut.trace import Call, Recording
-from pipeworker.worker.transport.structure import PLAIN_TYPES
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 """The attributes in which each module keeps its parameters, buffers, modules and hooks; and the one
@@ -75,15 +74,24 @@ class Isolation:
         args, kwargs = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
         unit.call(args, kwargs, held_by(args, kwargs), hooked_in(unit.unit))
 
-    def check_again(self, name: str, unit: HollowUnit, layer: int, args: Any, kwargs: Any) -> None:
-        """Reject a change of a unit since its last call by which its next one differs."""
+    def check_again(
+        self,
+        name: str,
+        unit: HollowUnit,
+        layer: int,
+        args: Any,
+        kwargs: Any,
+        common: CommonVariables,
+    ) -> None:
+        """Reject a change since a unit's last call by which its next one differs."""
         before, count = self._after.get(name, ({}, 0))
         changed = changed_path(before, _held_by(unit.unit)) if count else None
-        if changed is None:
+        if changed is None and not common.changed:
             return
         held, recording = held_by(args, kwargs), Recording()
         try:
-            expected = self.calls_of_fresh(name, args, kwargs, again=True)
+            with common.unchanged():
+                expected = self.calls_of_fresh(name, args, kwargs, again=True)
             restore(held)
             with recording:
                 unit.call(args, kwargs, held, hooked_in(unit.unit))
@@ -92,10 +100,11 @@ class Isolation:
             same = False
         restore(held)
         if not same:
+            what = common.first_changed() if changed is None else f"{changed!r} of {name}"
             raise UsageError(
-                f"layer {layer} ({name}): the model's forward or another layer sets {changed!r} of "
-                f"{name} for the next forward, and {name} has an object of its own on each stage; "
-                "pass the value as an argument, or cut the model by hand, as a list of layers"
+                f"layer {layer} ({name}): the model's forward or another layer sets {what} for the "
+                "next forward, and each stage has one of its own; pass the value as an argument, "
+                "or cut the model by hand, as a list of layers"
             )
         self.note_call(name, unit.unit)
 
@@ -127,10 +136,3 @@ def _flat(value: Any) -> Iterator[Any]:
     for one in held_within(value):
         yield one
         yield version_of(one) if isinstance(one, torch.Tensor) else bytes_of(one)
-
-
-def is_same(left: list[Any], right: list[Any]) -> bool:
-    return len(left) == len(right) and all(
-        is_(a, b) or (type(a) is type(b) and isinstance(a, PLAIN_TYPES) and a == b)
-        for a, b in zip(left, right, strict=True)
-    )

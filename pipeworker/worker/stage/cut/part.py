@@ -132,7 +132,6 @@ def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
     )
     with torch.enable_grad():
         plan = planning.run(copied, units, isolation, _copy(batch))
-    common.restore()
     now = dict(copied.named_buffers())
     for name, buffer, version in outside:
         if now.get(name) is not buffer or version_of(buffer) != version or planning.changes(buffer):
@@ -158,7 +157,8 @@ def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
             unit.redirect(partial(rehearsal.call, name))
         rehearsal.rehearse(one, _copy(batch))
 
-    rehearse(fresh, _intercept(fresh, id), ELSEWHERE)
+    with common.as_at_first():
+        rehearse(fresh, _intercept(fresh, id), ELSEWHERE)
     rehearse(copied, units, AGAIN, isolation)
     for layer in planning.departures.layers():
         for stop in (layer + 1, None):

@@ -66,6 +66,7 @@ class Planning:
         described: by layer, descriptions of what its unit returned.
         inside: by place in the trace, the calls within a unit that is called with an object.
         isolation: of the units, while and after the forward runs.
+        common: the variables that units share.
         departures: what the modules around the units hold behind each layer.
     """
 
@@ -89,7 +90,7 @@ class Planning:
         self._at = 0
         self._storages: dict[int, set[Number]] = {}
         self._changes: list[tuple[int, int, str]] = []
-        self._common = common
+        self.common = common
         self._unit = ""  # that is called, or was called last when the forward has ended
 
     def run(
@@ -99,7 +100,7 @@ class Planning:
         self._units, self.isolation = units, isolation
         own = [one.unit for one in units.values()]
         self._guards = Guards(module, own, self._here)
-        self.departures = Departures(module, own, self._common)
+        self.departures = Departures(module, own, self.common)
         self._owned = {
             storage_key(parameter): self._parameters[id(parameter)]
             for parameter in module.parameters()
@@ -380,13 +381,13 @@ class Planning:
         unit, recording, expected = self._units[name], Recording(), None
         hooked = hooked_in(unit.unit)
         changed = self.isolation.changed(name, unit.unit)
-        common = next((f"{owner.__name__}.{key}" for owner, key in self._common.changed), None)
+        common = self.common.first_changed()
         if is_suspect := changed is not None or common is not None:
-            with suppress(Exception), self._common.unchanged():  # it needs what others set
+            with suppress(Exception), self.common.unchanged():  # it needs what others set
                 expected = self.isolation.calls_of_fresh(name, args, kwargs)
             restore(held)
         place = len(self.trace.calls) - 1
-        with recording if is_suspect or gets_object else nullcontext(), self._common.noting():
+        with recording if is_suspect or gets_object else nullcontext(), self.common.noting():
             made = unit.call(args, kwargs, held, hooked)
         if gets_object:
             self.inside[place] = recording.trace.calls

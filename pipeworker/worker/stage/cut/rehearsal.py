@@ -119,7 +119,8 @@ class Rehearsal(Forward):
             self._inside = True
             try:
                 unit = self._hollow[name]
-                self._isolation.check_again(name, unit, self._layer, args, kwargs)
+                common = self._planning.common
+                self._isolation.check_again(name, unit, self._layer, args, kwargs, common)
             finally:
                 self._inside = False
         return super()._call(name, args, kwargs)
