@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,6 +184,17 @@ class Applying(nn.Module):
         return self.scale * module(self.linear(x))
 
 
+class Remembering(nn.Module):
+    """A unit that uses what an object holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor, held: Any) -> Any:
+        return self.scale * self.linear(x) + held.memory
+
+
 class Any3(nn.Module):
     """Three layers, a batch norm, and a forward that is given."""
 
@@ -190,7 +202,7 @@ class Any3(nn.Module):
         super().__init__()
         self.l = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.kept = nn.ModuleList(Keeping() for _ in range(2))
-        self.pop, self.apply_it = Popping(), Applying()
+        self.pop, self.apply_it, self.remember = Popping(), Applying(), Remembering()
         self.norm = nn.BatchNorm1d(WIDTH)
         self.register_buffer("mean", torch.ones(WIDTH))
         self.way = way
@@ -327,6 +339,24 @@ def hooked_late(m: Any, x: torch.Tensor) -> Any:
     return m.l[2](other + hidden)
 
 
+def hooked_by_a_closure(m: Any, x: torch.Tensor) -> Any:
+    factor = torch.sigmoid(m.l[0](x))
+    hidden = m.l[1](x)
+    hidden.register_hook(lambda grad: grad * factor)
+    return m.l[2](hidden)
+
+
+def held_by_an_object(m: Any, x: torch.Tensor) -> Any:
+    held = SimpleNamespace(memory=m.l[0](x))
+    return m.remember(m.l[1](x), held)
+
+
+def inferred(m: Any, x: torch.Tensor) -> Any:
+    with torch.inference_mode():
+        factor = m.l[0](x)
+    return m.l[1](x) * factor.clone()
+
+
 def differentiated(m: Any, x: torch.Tensor) -> Any:
     x = x.clone().requires_grad_()
     energy = m.l[1](torch.tanh(m.l[0](x))).sum()
@@ -387,6 +417,9 @@ def replaced(m: Any, x: torch.Tensor) -> Any:
         (drawn, "calls a function or a module with a Generator"),
         (popped, "removes what is in a list"),
         (hooked_late, "registers a hook on a tensor that an earlier layer has used"),
+        (hooked_by_a_closure, "registers a hook that holds an activation"),
+        (held_by_an_object, "with an object that holds an activation, which the unit uses"),
+        (inferred, "calls layers in torch.inference_mode"),
         (differentiated, "takes a gradient through its layers, at test_cut_refused.py"),
         (trained, "takes a gradient through its layers, at test_cut_refused.py"),
         (branching, "depends on the numbers of an activation, at test_cut_refused.py"),

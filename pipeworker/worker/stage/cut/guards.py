@@ -5,7 +5,7 @@ They are made while a plan is made, on the calls of torch's functions outside of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,8 @@ from pipeworker.worker.internals import (
     storage_uses,
 )
 from pipeworker.worker.stage.cut.calls import line_of_the_user, tensors_of
+from pipeworker.worker.stage.cut.objects import held_within
+from pipeworker.worker.stage.cut.trace import is_object
 
 _BY_HAND = "or cut the model by hand, as a list of layers"
 _RESHAPING = frozenset(
@@ -99,7 +101,9 @@ class Guards:
         self.check_context()
 
     def check_context(self) -> None:
-        """Reject a checkpoint, or other hooks on saved tensors, around layers."""
+        """Reject a checkpoint, or other hooks on saved tensors, or inference mode around layers."""
+        if torch.is_inference_mode_enabled():  # its tensors have no version
+            raise self.refused("calls layers in torch.inference_mode()", "use torch.no_grad()")
         if saved_tensor_hooks() != self._hooks:
             raise self.refused(
                 "makes a checkpoint, or has hooks on saved tensors",
@@ -114,6 +118,17 @@ class Guards:
                     f"calls a function or a module with {a_type(leaf)}, which only the stage that "
                     "computes the call would advance",
                     "pass what it yields, or draw from torch's own generator",
+                )
+
+    def check_held(self, leaves: Sequence[Any], activations: Container[int]) -> None:
+        """Reject a function that holds an activation, which other stages have a stand-in for."""
+        for leaf in filter(is_object, leaves):
+            if any(
+                isinstance(one, torch.Tensor) and id(one) in activations
+                for one in held_within(leaf)
+            ):
+                raise self.refused(
+                    "registers a hook that holds an activation", "do it within a layer"
                 )
 
     def check_changed(

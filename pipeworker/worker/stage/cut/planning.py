@@ -204,6 +204,7 @@ class Planning:
         self._guards.tainted(name, tensors, parameter)
         if name == "register_hook":
             self._check_hooked(tainted)
+            self._guards.check_held(args, self._numbers)
         self._use(tensors)
         if not reads_metadata(func):
             leaves = [*leaves_of(args), *leaves_of(kwargs)]
@@ -356,7 +357,7 @@ class Planning:
         inside = [*tensors_of((args, kwargs)), *tensors_of([before for _, before in held])]
         self._use(inside)
         before = {id(tensor): version_of(tensor) for tensor in inside}
-        out, heard = self._called(name, args, kwargs, held, gets_object)
+        out, heard = self._called(name, args, kwargs, held, gets_object, set(before))
         for tensor in inside:
             if version_of(tensor) != before[id(tensor)]:
                 self._note_change(tensor)
@@ -375,7 +376,7 @@ class Planning:
         return out
 
     def _called(
-        self, name: str, args: Any, kwargs: Any, held: Held, gets_object: bool
+        self, name: str, args: Any, kwargs: Any, held: Held, gets_object: bool, given: set[int]
     ) -> tuple[Any, Heard]:
         """Call a unit; reject that others have changed it so that its call differs."""
         unit, recording, expected = self._units[name], Recording(), None
@@ -391,6 +392,9 @@ class Planning:
             made = unit.call(args, kwargs, held, hooked)
         if gets_object:
             self.inside[place] = recording.trace.calls
+            if (self._numbers.keys() & recording.used.keys()) - given:
+                what = "calls a unit with an object that holds an activation, which the unit uses"
+                raise self._guards.refused(what, "pass it as an argument of its own")
         if is_suspect and recording.trace.calls != expected:
             what = f"sets {changed!r} of {name}, which has an object of its own on each stage"
             if changed is None:

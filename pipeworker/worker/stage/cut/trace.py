@@ -72,14 +72,21 @@ class Trace:
 
 
 class Recording(Counting):
-    """Adds each call inside the context that has a fake tensor among its arguments to a trace."""
+    """Adds each call inside the context that has a fake tensor among its arguments to a trace.
+
+    Attributes:
+        used: these tensors, by id.
+    """
 
     def __init__(self) -> None:
         super().__init__(self._record)
         self.trace = Trace()
+        self.used: dict[int, torch.Tensor] = {}
 
     def _record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         leaves = leaves_of((args, kwargs))
-        if any(isinstance(leaf, torch.Tensor) and is_fake(leaf) for leaf in leaves):
+        used = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and is_fake(leaf)]
+        if used:
+            self.used |= {id(tensor): tensor for tensor in used}
             self.trace.add(name_of(func), leaves)
         return func(*args, **kwargs)
