@@ -395,6 +395,41 @@ def test_a_module_with_a_habit_equals_its_own_forward(make: Callable[[], nn.Modu
         assert_same_tensors(trained.weights, expected.weights)
 
 
+class Banked(nn.Module):
+    """A unit that needs numbers, and has a module that is a unit itself."""
+
+    def __init__(self, bank: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.bank = nn.Linear(WIDTH, WIDTH), bank
+
+    def forward(self, x: torch.Tensor) -> Any:
+        assert x.isfinite().all().item()
+        return self.linear(x) + self.bank(x)
+
+
+class Bank(nn.Module):
+    """A frozen module, which units share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bank = nn.Linear(WIDTH, WIDTH).requires_grad_(requires_grad=False)
+        self.layers = nn.ModuleList(Banked(self.bank) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_a_unit_that_needs_numbers_may_have_another_unit() -> None:
+    torch.manual_seed(3)
+    module, batches = Bank(), list(vectors())
+    expected = plain([Whole(copy.deepcopy(module))], mse, batches, 2, sgd)
+    for stages in (1, 3):
+        trained = pipeline_of(module, batches, mse, stages, "never").train(3)
+        assert trained.losses == expected.losses
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("norm", ["weight_norm", "spectral_norm"])
 def test_a_deprecated_norm_of_weights_equals_its_own_forward(norm: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ from pipeworker.worker.stage.cut.inner_hooks import Heard, listening
 from pipeworker.worker.stage.cut.units import computed_attributes, stand_in
 
 
+class _Call(partial[Any]):
+    """What takes the place of a unit's forward."""
+
+
 class HollowUnit:
     """A unit of a hollow module, whose calls another function gets.
 
@@ -34,11 +39,11 @@ class HollowUnit:
 
     def __init__(self, unit: nn.Module, call: Callable[..., Any]) -> None:
         self.unit, self._forward, self._hooks = unit, unit.forward, take_hooks(unit)
-        self._replaced = unit.forward = call
+        self._replaced = unit.forward = _Call(call)
 
     def redirect(self, call: Callable[..., Any]) -> None:
         """Have another function get the calls from now on; hooks that were added stay."""
-        self._replaced = self.unit.forward = call
+        self._replaced = self.unit.forward = _Call(call)
 
     @contextmanager
     def itself(self) -> Iterator[nn.Module]:
@@ -144,13 +149,18 @@ def _with_numbers(unit: nn.Module, hooks: Hooks) -> nn.Module:
     for parameter in unit.parameters():
         value = _numbers_like(parameter).detach()
         memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    forward = unit.__dict__.pop("forward")
+    forwards = {  # a module within may be a unit too
+        one: vars(one).pop("forward")
+        for one in unit.modules()
+        if one is unit or isinstance(vars(one).get("forward"), _Call)
+    }
     take_hooks(unit)
     try:
         with without_fake_modes():
             copied = copy.deepcopy(unit, memo)
     finally:
-        unit.forward = forward
+        for one, forward in forwards.items():
+            one.forward = forward
         put_hooks(unit, hooks)
     put_hooks(copied, hooks)
     return copied
