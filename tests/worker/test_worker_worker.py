@@ -139,6 +139,24 @@ def test_a_worker_neither_saves_nor_restores_once_its_call_has_returned(tmp_path
     worker.close()
 
 
+def test_a_worker_that_transfers_its_state_to_another_replica_does_not_wait(
+    tmp_path: Path,
+) -> None:
+    """Two that wait on a slow line would count as a deadlock."""
+    worker, seen = start_worker(tmp_path).worker, []
+    tracker = worker._tracker
+    tracker.wait(phase=Phase.CONNECTING)
+
+    class Transfer:
+        def share_state(self, _: object) -> None:
+            seen.append((tracker.get().phase, tracker.waiting))
+
+    reductions: Any = {0: Transfer()}
+    worker.connected.state.transfer(1, reductions, None, present=True)
+    assert seen == [(Phase.RESTORING, False)]
+    worker.close()
+
+
 def scaled(alone: SingleWorker) -> None:
     alone.worker.planned.stages.stages[0].layers[0].weight.data.mul_(2)  # type: ignore[operator]
 

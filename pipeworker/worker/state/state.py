@@ -204,6 +204,7 @@ class State:
         `at` is the position in the data, and `present` whether this worker has the state.
         """
         for index, reduction in reductions.items():
+            self._tracker.set(Phase.RESTORING)  # a slow line is no deadlock of those that wait
             own_files = partial(self._files, index, step, None if index else at)
             received = reduction.share_state(own_files if present else None)
             if received is not None:
