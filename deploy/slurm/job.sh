@@ -18,6 +18,8 @@
 # After the first start, the run directory holds this job's run.
 set --
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then set -- --auto-resume; fi
+# sbatch exports these from a shell that srun has started; this script is no job step.
+unset SLURM_STEP_ID SLURM_STEP_NUM_TASKS
 python -m pipeworker launch "$@" --stages 8 --steps 10000 --checkpoint-every 30m --run-dir /project/runs/train /project/train.py -- --width 4096 &
 run=$!
 requeue=yes

@@ -40,6 +40,8 @@ _SCRIPT = """\
 # A notice (USR1 before the time limit, TERM to the agents at a preemption) stops the run with a
 # checkpoint; the requeued job resumes it. INT stops the run for good, and so does a cancel.
 {again}
+# sbatch exports these from a shell that srun has started; this script is no job step.
+unset SLURM_STEP_ID SLURM_STEP_NUM_TASKS
 {command} &
 run=$!
 requeue=yes

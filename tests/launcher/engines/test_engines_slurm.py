@@ -70,6 +70,20 @@ def test_a_job_resumes_by_itself_only_after_slurm_has_put_it_back(
     assert found[:3] == ["-m", "pipeworker", "launch"]
 
 
+def test_a_job_that_is_submitted_from_a_job_step_is_none(commands: Path) -> None:
+    """sbatch exports the step's variables: the launcher would use the first node alone."""
+    stand_in(commands, "python", f"env > {commands}/environment")
+    stand_in(commands, "squeue", "echo RUNNING")
+    outer = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    environment = {"PATH": f"{commands}:/bin:/usr/bin", **outer}
+    script = Slurm().render(replace(SPEC, python="python"))
+    subprocess.run(["bash", "-c", script], env=environment, check=True)
+    lines = (commands / "environment").read_text().splitlines()
+    found = dict(line.split("=", 1) for line in lines if line.startswith("SLURM_"))
+    assert SlurmAllocation().is_inside(found)
+    slurm.check_job_step(found)
+
+
 def test_an_array_of_jobs_is_rejected() -> None:
     with pytest.raises(UsageError, match="--set array: its jobs would share a run directory"):
         Slurm().render(replace(SPEC, settings={"array": "0-3"}))
