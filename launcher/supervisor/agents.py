@@ -131,6 +131,8 @@ class AgentState:
         """Return what to do about the words of a host's shell or interpreter, if it is known."""
         if "No module named" in reason:
             return "; install it there, or specify an interpreter that has it"
+        if reason.startswith("env: "):  # ssh starts the interpreter by it
+            return "; specify the Python of that host in --hosts-file"
         if "No such file or directory" in reason:
             return f"; {self.remote.remedy}"
         return ""

@@ -128,6 +128,11 @@ def test_a_host_that_differs_is_rejected(change: dict[str, str], problem: str) -
             "host b cannot be used: cd: /a: No such file or directory; share its folder, or send "
             "it with --sync",
         ),
+        (
+            *(REMOTE, "", 127, "env: '/bin/py': No such file or directory"),
+            "host b cannot be used: env: '/bin/py': No such file or directory; specify the Python "
+            "of that host in --hosts-file",
+        ),
         (RemoteAgent(Host("", 1)), "", -9, "", "the agent of this host was killed by SIGKILL"),
         (RemoteAgent(Host("", 1)), "", 1, "", "the agent of this host exited with status 1"),
         (RemoteAgent(Host("", 1)), "silent", -9, "", "silent"),
