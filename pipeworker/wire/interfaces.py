@@ -14,8 +14,12 @@ VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def configured(interface: str | None) -> tuple[str, str]:
-    """Return the interface, "" if the route decides, and the option or variable it comes from."""
-    return (interface, "--interface") if interface else (os.environ.get(VARIABLE, ""), VARIABLE)
+    """Return the interface, "" if the route decides, and the option or variable it comes from.
+
+    torch accepts several in the variable, divided by commas; the first one is used.
+    """
+    first = os.environ.get(VARIABLE, "").partition(",")[0]
+    return (interface, "--interface") if interface else (first, VARIABLE)
 
 
 def address_of(name: str, source: str = "--interface") -> str:

@@ -55,6 +55,8 @@ def test_the_option_precedes_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(interfaces.VARIABLE, "eth5")
     assert interfaces.configured("eth1") == ("eth1", "--interface")
     assert interfaces.configured(None) == ("eth5", interfaces.VARIABLE)
+    monkeypatch.setenv(interfaces.VARIABLE, "eth6,eth7")
+    assert interfaces.configured(None) == ("eth6", interfaces.VARIABLE)
     monkeypatch.delenv(interfaces.VARIABLE)
     assert interfaces.configured(None)[0] == ""
 
