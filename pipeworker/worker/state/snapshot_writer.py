@@ -302,7 +302,12 @@ class SnapshotWriter:
         self, mirror: MirrorClient, copy: Copy, buffer: SnapshotBuffer, seconds: float
     ) -> None:
         began = time.thread_time()
-        if mirror.mirror(copy.slot, buffer.memory, copy.step):
+        try:
+            is_mirrored = mirror.mirror(copy.slot, buffer.memory, copy.step)
+        except LacksMemory as lack:
+            self._lacks_memory(copy.step, lack)
+            return
+        if is_mirrored:
             self._copied_last = copy.step, seconds + time.thread_time() - began
         else:
             self._unmirrored = copy.step

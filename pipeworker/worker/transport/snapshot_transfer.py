@@ -8,6 +8,7 @@ network as it would be on disk: as three files, of which the last one, written l
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
@@ -18,9 +19,9 @@ from contextlib import suppress
 
 from pipeworker.environment import timings
 from pipeworker.errors import PeerLost
-from pipeworker.host import streams
+from pipeworker.host import cgroups, streams
 from pipeworker.record.checkpoint.snapshot_buffer import content_of
-from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory
+from pipeworker.record.checkpoint.snapshot_memory import LacksMemory, SnapshotMemory
 from pipeworker.worker.transport import handshake
 from pipeworker.worker.transport.credentials import CLOSED, Credentials, Login
 from pipeworker.worker.transport.handshake import AuthenticationError, Membership, PeerLeft
@@ -30,7 +31,9 @@ _REQUEST = struct.Struct("<2q")  # rank, slot
 _SIZES = struct.Struct("<3q")  # bytes of each file
 _MIRROR_HEADER = struct.Struct("<4q")  # rank, slot, bytes of the two files with tensors
 _SIZE = struct.Struct("<q")
-_MIRRORED = b"."
+_MIRRORED, _LACKING = b".", b"!"
+_PART = 2
+"""The mirrored snapshots may take one part in so many of the available memory."""
 _CHUNK_BYTES = 1 << 20
 _CHANNEL = "of copies of the state"  # in the log
 
@@ -105,7 +108,10 @@ class SnapshotServer(_Server):
 
 
 class MirrorServer(_Server):
-    """Mirrors the snapshots of another host's workers, in memory that outlives this worker."""
+    """Mirrors the snapshots of another host's workers, in memory that outlives this worker.
+
+    A snapshot for which this host has too little memory is received, and not kept.
+    """
 
     key = "mirror"
 
@@ -116,11 +122,14 @@ class MirrorServer(_Server):
                 rank, slot, *sizes = _MIRROR_HEADER.unpack(_receive(peer, _MIRROR_HEADER.size))
                 memory = self._memory(rank, slot)
                 memory.write(2, b"")  # invalid until all of it has come
+                room = cgroups.available_memory() // (_PART * len(self._memories))
+                fits = sum(sizes) - memory.size <= room
                 for file, size in zip(memory.handles, sizes, strict=False):
-                    _receive_file(peer, file, size)
+                    _receive_file(peer, file if fits else None, size)
                 (size,) = _SIZE.unpack(_receive(peer, _SIZE.size))
-                memory.write(2, _receive(peer, size))
-                peer.sendall(_MIRRORED)
+                state = _receive(peer, size)
+                memory.write(2, state if fits else b"")
+                peer.sendall(_MIRRORED if fits else _LACKING)
 
 
 class MirrorClient:
@@ -144,6 +153,9 @@ class MirrorClient:
 
         It is not if the slot was reused meanwhile or the connection failed, which the next call
         opens again. Where the other host is gone, this generation is about to end.
+
+        Raises:
+            LacksMemory: the other host has too little memory.
         """
         if self._closed:
             return False
@@ -161,12 +173,15 @@ class MirrorClient:
             valid = content_of(state).get("step") == step
             content = state if valid else b""
             connection.sendall(_SIZE.pack(len(content)) + content)
-            return _receive(connection, len(_MIRRORED)) == _MIRRORED and valid
+            answer = _receive(connection, len(_MIRRORED))
         except (OSError, AuthenticationError) as error:
             if not self._closed:
                 streams.note(f"the snapshot of step {step} could not be mirrored: {error}")
             self._disconnect()
             return False
+        if answer == _LACKING:
+            raise LacksMemory(OSError(errno.ENOMEM, "on the host that mirrors this one's"))
+        return valid
 
     def close(self) -> None:
         """Close the connection; a transfer under way fails."""
@@ -231,16 +246,18 @@ def _send_file(connection: socket.socket, file: int, size: int) -> None:
     connection.sendall(bytes(size - sent))
 
 
-def _receive_file(connection: socket.socket, file: int, size: int) -> None:
+def _receive_file(connection: socket.socket, file: int | None, size: int) -> None:
+    """Receive a file; drop its bytes if `file` is None."""
     if size < 0:
         raise PeerLeft(f"it named {size} bytes")
-    os.ftruncate(file, size)
+    if file is not None:
+        os.ftruncate(file, size)
     buffer, received = memoryview(bytearray(min(_CHUNK_BYTES, size))), 0
     while received < size:
         count = connection.recv_into(buffer[: size - received])
         if not count:
             raise PeerLeft("it left")
-        received += os.pwrite(file, buffer[:count], received)
+        received += count if file is None else os.pwrite(file, buffer[:count], received)
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,7 +26,7 @@ from pipeworker.facts.layer_names import LayerNames
 from pipeworker.host import cgroups, lifetime
 from pipeworker.record.checkpoint.frozen_weights import header_of
 from pipeworker.record.checkpoint.snapshot_buffer import SnapshotBuffer, snapshot_files
-from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory
+from pipeworker.record.checkpoint.snapshot_memory import LacksMemory, SnapshotMemory
 from pipeworker.record.checkpoint.stage_state import OptimizerState, StageState
 from pipeworker.record.checkpoint.tensor_file import TensorFile
 from pipeworker.timings import DEFAULT
@@ -465,3 +465,24 @@ def test_memory_that_the_next_step_takes_again_is_not_available(
     monkeypatch.setattr(snapshot_writer, "peak_resident", lambda: 1 << 50)
     layer_writer.copy(1, 0)
     assert layer_writer.writer.lacked_memory
+
+
+def test_memory_that_the_mirroring_host_lacks_is_reported_as_lacking(tmp_path: Path) -> None:
+    """Otherwise nobody would learn that the job has no snapshots."""
+
+    class Mirror:
+        def mirror(self, *_: object) -> NoReturn:
+            raise LacksMemory
+
+        def close(self) -> None:
+            return
+
+    mirror: Any = Mirror()
+    with closing(SnapshotMemory()) as memory:
+        layer = nn.Linear(2, 2)
+        parts = [StageState(LayerNames(("0",)), [layer], [layer.state_dict()])]
+        writer = SnapshotWriter(0, 1, [memory], lambda _: tmp_path, (), print, 1, lambda: mirror)
+        writer.copy(Copy(1, 0), parts, set(), None)
+        writer.wait_copied()
+        writer.close()  # the thread that mirrors has ended
+        assert (writer.complete[0], writer.lacked_memory) == (-1, True)

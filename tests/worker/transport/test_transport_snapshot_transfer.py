@@ -20,7 +20,8 @@ from unittest import mock
 import pytest
 
 from pipeworker.errors import PeerLost
-from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory
+from pipeworker.host import cgroups
+from pipeworker.record.checkpoint.snapshot_memory import LacksMemory, SnapshotMemory
 from pipeworker.worker.transport import handshake
 from pipeworker.worker.transport.credentials import CLOSED, Credentials
 from pipeworker.worker.transport.handshake import HandshakeSteps, Membership, PeerLeft
@@ -176,6 +177,28 @@ def test_only_complete_snapshots_are_mirrored(
     for slots in copies.values():
         for memory in slots:
             memory.close()
+
+
+def test_a_host_with_too_little_memory_mirrors_nothing_and_reports_that(
+    network: Network, memories: dict[int, list[SnapshotMemory]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system would end its workers otherwise: hosts may have less memory than others."""
+    store, memory = LocalStore(), memories[3][0]
+    memory.write(2, json.dumps({"step": 7}).encode())
+    copies = {3: [SnapshotMemory()], 5: [SnapshotMemory()]}
+    server = MirrorServer(copies, store.store(), network, MEMBERSHIP)
+    with contextlib.closing(MirrorClient(3, store.store(), network, MEMBERSHIP)) as client:
+        monkeypatch.setattr(cgroups, "available_memory", lambda: 4 * 1_400_000 - 4)
+        with pytest.raises(LacksMemory, match="on the host that mirrors"):
+            client.mirror(0, memory, 7)
+        assert copies[3][0].size == 0
+        monkeypatch.setattr(cgroups, "available_memory", lambda: 4 * 1_400_000)
+        assert client.mirror(0, memory, 7)
+        monkeypatch.setattr(cgroups, "available_memory", lambda: 0)
+        assert client.mirror(0, memory, 7)  # into the memory that it has
+    server.close()
+    for (copy,) in copies.values():
+        copy.close()
 
 
 def test_a_snapshot_is_mirrored_after_one_whose_connection_failed(
