@@ -110,6 +110,8 @@ class Lifecycle(Waiting):
             self._cause.suspended(suspended)
             if self.interrupted is not None:
                 self.interrupted = min(now, self.interrupted + suspended)
+            if self._ending_since is not None:
+                self._ending_since = min(now, self._ending_since + suspended)
         if self.last_end is not None:
             return self._last_save_expired(self.last_end, now)
         if self._interrupt_expired(now):

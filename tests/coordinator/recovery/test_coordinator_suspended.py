@@ -5,10 +5,12 @@ from __future__ import annotations
 from pipeworker.coordinator.effects import Effect
 from pipeworker.coordinator.events import Disconnected, Tick
 from pipeworker.coordinator.roster import JOIN_FACTOR
+from pipeworker.coordinator.waiting import State
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Position
 from pipeworker.wire.messages.presence import Failed, Heartbeat
-from support.pure.coordinator import PATIENCE, TIMINGS, ScriptedJob
+from pipeworker.wire.messages.step import CallKind
+from support.pure.coordinator import PATIENCE, TIMINGS, ScriptedJob, commit, own_loop_job
 
 
 def stopped(job: ScriptedJob, seconds: float, counted: float = 0.4) -> list[Effect]:
@@ -63,3 +65,17 @@ def test_suspension_extends_the_wait_of_an_interrupt() -> None:
             job.receive(Heartbeat(rank, Position()))
         job.tick(PATIENCE / 2)
     assert job.ended.status == "interrupted"
+
+
+def test_suspension_extends_the_wait_for_the_last_checkpoint_of_a_script() -> None:
+    """A rank between two calls answers when it makes the next one."""
+    job = own_loop_job(worker_timeout=PATIENCE)
+    job.called(CallKind.STEP)
+    job.step(1)
+    job.receive(Failed(0, Failure(Cause.USER, "the script raised"), stays=True))
+    assert job.state() is State.SAVING
+    job.tick()
+    assert stopped(job, 10 * PATIENCE) == []
+    assert job.saved() == [commit(1)]
+    job.checkpoint_committed()
+    assert job.failure.message == "the script raised"
