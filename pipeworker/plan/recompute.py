@@ -13,7 +13,7 @@ returns.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 
 from pipeworker.errors import ScheduleError
 from pipeworker.plan.actions import INPUTS, Action, Kind
@@ -39,7 +39,9 @@ def recomputed(mode: str, microbatches: int) -> range:
     )
 
 
-def with_recomputes(order: Sequence[Action], recomputed: Sequence[Collection[int]]) -> list[Action]:
+def with_recomputes(
+    order: Sequence[Action], recomputed: Mapping[int, Collection[int]] | Sequence[Collection[int]]
+) -> list[Action]:
     """Return a worker's compute order with a recompute right before each backward that needs one.
 
     A recomputed graph is held until its weight part has run. So that a worker holds only one of

@@ -93,15 +93,31 @@ class Order:
         """
         if placement.workers < 1 or microbatches < (placement.replicas == 1):
             raise ScheduleError("a schedule needs at least one stage and one micro-batch")
-        by_stage = [recomputed(mode, microbatches) for mode in modes]
-        compute = self.compute(placement, microbatches)
-        if self.microbatches is None:
-            compute = [with_recomputes(order, by_stage) for order in compute]
+        workers = range(placement.workers)
+        compute = [self.line(worker, placement, microbatches, modes) for worker in workers]
         if frozen:
             compute = [without_backwards(o, frozen, placement.stages) for o in compute]
         if offloads := {stage for stage, mode in enumerate(modes) if mode == OFFLOAD}:
             compute = [with_fetches(order, offloads) for order in compute]
         return connect(self.name, microbatches, placement, compute, skips, ties, frozen)
+
+    def line(
+        self, worker: int, placement: Placement, microbatches: int, modes: Sequence[str]
+    ) -> list[Action]:
+        """Return the compute actions of one worker, with its recomputes."""
+        order = _computed(self.compute, placement.copies(1), microbatches)[worker]
+        by_stage = {
+            stage: recomputed(modes[stage], microbatches) for stage in placement.held[worker]
+        }
+        return order if self.microbatches is not None else with_recomputes(order, by_stage)
+
+
+@functools.lru_cache(maxsize=2)
+def _computed(
+    compute: Callable[[Placement, int], list[list[Action]]], placement: Placement, microbatches: int
+) -> list[list[Action]]:
+    """Return the result of `compute`; the planner builds schedules of one order many times."""
+    return compute(placement, microbatches)
 
 
 ORDERS = {

@@ -55,10 +55,11 @@ def squeeze(
     deferred: list[deque[Action]] = [deque() for _ in orders]
     at, held = [0] * len(orders), [0] * len(orders)
     left = sum(2 if action.kind is _INPUT else 1 for order in orders for action in order)
+    able = {*range(len(orders))}  # the workers that may have something to do
     while left:
         began = []
-        for worker, order in enumerate(orders):
-            found = None
+        for worker in able:
+            order, found = orders[worker], None
             if at[worker] < len(order):
                 kind, stage, m, _ = order[at[worker]]
                 forward = kind is _FORWARD
@@ -73,6 +74,7 @@ def squeeze(
                 began.append((worker, found))
             elif deferred[worker]:
                 began.append((worker, deferred[worker].popleft()))
+        able = {worker for worker, _ in began}
         for worker, action in began:
             squeezed[worker].append(action)
             if action.kind is _WEIGHT:
@@ -81,8 +83,10 @@ def squeeze(
             ended.add(action[:3])
             if action.kind is _FORWARD:
                 held[worker] += 1
+                able.add(placement.owners[min(action.stage + 1, last)])
             else:
                 deferred[worker].append(Action(_WEIGHT, action.stage, action.microbatch))
+                able.add(placement.owners[max(action.stage - 1, 0)])
         if not began:
             raise ScheduleError("the orders of forwards and input gradients deadlock")
         left -= len(began)

@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from pipeworker.facts.layer_facts import LayerFacts, NetworkFacts
-from pipeworker.plan.actions import WEIGHTS, Kind
+from pipeworker.plan.actions import WEIGHTS, Action, Kind
 from pipeworker.plan.partition import pieces
 from pipeworker.plan.planner.costs import Range
 from pipeworker.plan.recompute import OFFLOAD
@@ -266,11 +266,11 @@ def moments(schedule: Schedule) -> list[Moments]:
     recomputes every micro-batch, and splits no backward, the result is for any recompute mode; else
     only for ``always``, which then stands for the schedule as it is.
     """
-    return [_moments(schedule, worker) for worker in range(schedule.placement.workers)]
+    return [*map(moments_of, schedule.workers, schedule.placement.held)]
 
 
-def _moments(schedule: Schedule, worker: int) -> Moments:
-    actions, held = schedule.workers[worker], schedule.placement.held[worker]
+def moments_of(actions: Sequence[Action], held: Sequence[int]) -> Moments:
+    """Return the same for the actions of one worker, which holds some stages."""
     again = {(a.stage, a.microbatch) for a in actions if a.kind is Kind.RECOMPUTE}
     now = {stage: [0, 0, 0, 0, 0] for stage in held}
     found: dict[tuple[tuple[int, ...], ...], None] = {}

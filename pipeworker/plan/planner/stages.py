@@ -27,6 +27,7 @@ from pipeworker.plan.planner.memory import (
     Moments,
     StageBytes,
     moments,
+    moments_of,
     peak,
 )
 from pipeworker.plan.planner.step_graph import Path, StepGraph
@@ -106,7 +107,7 @@ class Divisions:
         whole = [index for index, layer in enumerate(facts.layers) if not layer.splits]
         self.unsplit = whole[0] if self.splits and whole else None
         """The first layer whose backward the order splits and which cannot be split, if any."""
-        self._split_moments: dict[tuple[str, ...], list[Moments]] = {}
+        self._split_moments: dict[tuple[int, tuple[str, ...]], Moments] = {}
         first = StepGraph(schedule, handles=facts.handling > 0)
         self._graphs: dict[tuple[Pairs, Pairs, tuple[str, ...], tuple[int, ...]], StepGraph] = {
             ((), (), (MODES[-1],) * self.stages, ()): first
@@ -198,19 +199,15 @@ class Divisions:
         return peak(self.facts.base_bytes, self._moments_of(worker, modes), sizes, counted)
 
     def _moments_of(self, worker: int, modes: Sequence[str]) -> Moments:
-        """Return the moments of a worker whose stages have these modes, for an order that splits.
-
-        The order of a worker does not depend on the modes of others.
-        """
-        key = tuple(modes)
+        """Return the moments of a worker in these modes of its stages, for an order that splits."""
+        key = worker, tuple(modes)
         if key not in self._split_moments:
-            by_stage = [MODES[-1]] * self.stages
-            for held in self.placement.held:
-                for stage, mode in zip(held, modes, strict=False):
-                    by_stage[stage] = mode
-            built = self.order.build(self.placement, self.microbatches, by_stage)
-            self._split_moments[key] = moments(built)
-        return self._split_moments[key][worker]
+            by_stage, held = [""] * self.stages, self.placement.held[worker]
+            for stage, mode in zip(held, modes, strict=True):
+                by_stage[stage] = mode
+            line = self.order.line(worker, self.placement, self.microbatches, by_stage)
+            self._split_moments[key] = moments_of(line, held)
+        return self._split_moments[key]
 
     def judge(self, balance: tuple[int, ...]) -> Judged:
         """Return the step time of a balance under the best recompute modes."""
