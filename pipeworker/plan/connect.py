@@ -106,14 +106,16 @@ def _around(placement: Placement, skips: Pairs, first: int = 0) -> list[_Around]
 def _with_ends(order: Sequence[Action], around: Sequence[_Around], *, reads: bool) -> list[Action]:
     found: list[Action] = []
     for action in order:
-        kind, stage, m = action.kind, action.stage, action.microbatch
+        kind, stage, m, _ = action
         if reads and kind not in (Kind.FORWARD, Kind.FETCH):  # the fill is over
             found.append(Action(Kind.LOAD, 0, 0))
             reads = False
         before, after = around[stage].get(kind, ((), ()))
-        found += [Action(k, stage, m, peer) for k, peer in before]
+        for k, peer in before:
+            found.append(Action(k, stage, m, peer))
         found.append(action)
-        found += [Action(k, stage, m, peer) for k, peer in after]
+        for k, peer in after:
+            found.append(Action(k, stage, m, peer))
     return [*found, *([Action(Kind.LOAD, 0, 0)] if reads else [])]
 
 

@@ -137,6 +137,7 @@ class StepGraph:
     def _compile(self, schedule: Schedule) -> None:
         handled = self._stages * KINDS
         channels: dict[Edge, _Channel] = {}
+        known: dict[tuple[Kind, int, int], _Channel] = {}
         at, last = [0] * len(schedule.workers), [0] * len(schedule.workers)
         ready = deque(range(len(schedule.workers)))
         while ready:
@@ -150,14 +151,18 @@ class StepGraph:
                     )
                     last[worker] = self._add(last[worker], 0, 0, work)
                 elif kind in SENDS or kind in RECEIVES:
-                    edge = channel(kind, stage, peer)
-                    if edge not in channels:
-                        bounded = is_bounded(edge, schedule.placement)
-                        self._edges.append(edge)
-                        channels[edge] = _Channel(len(self._edges), bounded=bounded)
-                    through = channels[edge]
-                    work = handled + (edge.payload not in COMMON)
-                    node = self._pass(last[worker], through, work, sends=kind in SENDS)
+                    end = kind, stage, peer
+                    if end not in known:
+                        edge = channel(*end)
+                        if edge not in channels:
+                            self._edges.append(edge)
+                            work = handled + (edge.payload not in COMMON)
+                            bounded = is_bounded(edge, schedule.placement)
+                            made = _Channel(len(self._edges), work, bounded=bounded)
+                            channels[edge] = made
+                        known[end] = channels[edge]
+                    through = known[end]
+                    node = self._pass(last[worker], through, sends=kind in SENDS)
                     if node < 0:
                         through.waiting = worker
                         break
@@ -172,8 +177,9 @@ class StepGraph:
             )
         self._ends = last
 
-    def _pass(self, node: int, through: _Channel, handled: int, *, sends: bool) -> int:
+    def _pass(self, node: int, through: _Channel, *, sends: bool) -> int:
         """Add the node of a send or receive; return it, or -1 if its channel makes it wait."""
+        handled = through.handled
         if sends:
             if through.slots is not None:
                 if not through.slots:
@@ -203,10 +209,10 @@ class StepGraph:
 class _Channel:
     """A channel: the nodes that sent its frames, and those that freed its slots."""
 
-    __slots__ = ("frames", "number", "slots", "waiting")
+    __slots__ = ("frames", "handled", "number", "slots", "waiting")
 
-    def __init__(self, number: int, *, bounded: bool) -> None:
-        self.number = number
+    def __init__(self, number: int, handled: int, *, bounded: bool) -> None:
+        self.number, self.handled = number, handled
         self.frames: deque[int] = deque()
         self.slots: deque[int] | None = deque([0] * CHANNEL_CAPACITY) if bounded else None
         self.waiting = -1
