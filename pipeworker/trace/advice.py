@@ -14,7 +14,7 @@ from pipeworker.facts.layer_facts import LayerFacts, NetworkFacts
 from pipeworker.plan.orders import AUTO, ORDERS
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.planner.choices import PlanRequest, plan_request
-from pipeworker.plan.planner.costs import LayerCosts, Range, speeds
+from pipeworker.plan.planner.costs import LOSS_FORWARD, LayerCosts, Range, speeds
 from pipeworker.plan.simulate import Costs
 from pipeworker.plan.text import is_text
 from pipeworker.trace.causes import DATA, FILL_DRAIN, RECOVERY, Breakdown
@@ -68,7 +68,8 @@ def measured_facts(
             )
             for layer in facts.layers[first:stop]
         ]
-    return replace(facts, layers=tuple(layers))
+    loss = facts.loss * (LOSS_FORWARD * forward + (1 - LOSS_FORWARD) * backward)  # the last stage's
+    return replace(facts, layers=tuple(layers), loss=loss)
 
 
 def _ratio(measured: float, predicted: float) -> float:

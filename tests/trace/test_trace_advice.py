@@ -8,6 +8,7 @@ from pipeworker.facts.layer_facts import LayerFacts, NetworkFacts
 from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.partition import ranges
 from pipeworker.plan.planner.choices import PlanRequest
+from pipeworker.plan.planner.costs import LayerCosts
 from pipeworker.plan.simulate import Costs, simulate
 from pipeworker.trace.advice import advise, measured_facts
 from pipeworker.trace.causes import (
@@ -115,3 +116,12 @@ def test_half_of_a_backward_that_was_not_split_is_for_the_input() -> None:
     costs = Costs((2.0, 2.0), (6.0, 4.0), (0.0, 1.0))
     found = measured_facts(None, ranges((2, 1)), (0, 1), costs)
     assert [layer.backward_input for layer in found.layers] == [1.5, 1.5, 1.0]
+
+
+@pytest.mark.parametrize("slower", [0.5, 4.0])
+def test_a_large_loss_is_slower_than_predicted_as_its_stage_is(slower: float) -> None:
+    facts = NetworkFacts((LayerFacts("Linear", forward=1.0, backward=2.0),) * 4, loss=12.0)
+    costs = Costs((2 * slower, 6 * slower), (4 * slower, 12 * slower), (0.0, 0.0))
+    found = measured_facts(facts, ranges((2, 2)), (0, 1), costs)
+    last = LayerCosts(found).seconds((2, 4))
+    assert (last.forward, last.backward) == pytest.approx((6 * slower, 12 * slower))

@@ -12,7 +12,7 @@ from pipeworker.plan.partition import stages_of_layers
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.simulate import Costs
 
-_LOSS_FORWARD = 1 / 3
+LOSS_FORWARD = 1 / 3
 """The share of the loss's seconds that its forward takes; a recompute runs it again."""
 Range = tuple[int, int]
 """A stage's layers, as a half-open range of indices."""
@@ -42,7 +42,7 @@ class LayerCosts:
         self.backward = _sums(layers, lambda layer: layer.backward)
         self._backward_input = _sums(layers, lambda layer: layer.backward_input)
         self._update = _sums(layers, lambda layer: layer.update)
-        self._loss = facts.loss * _LOSS_FORWARD, facts.loss * (1 - _LOSS_FORWARD)
+        self._loss = facts.loss * LOSS_FORWARD, facts.loss * (1 - LOSS_FORWARD)
 
     def seconds(self, layers: Range, speed: float = 1.0) -> Seconds:
         """Return the seconds of a stage on a worker of a speed; the last stage has the loss.
