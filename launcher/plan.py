@@ -36,6 +36,7 @@ from pipeworker.plan import text
 from pipeworker.plan.actions import Kind
 from pipeworker.plan.figures import bytes_text, plural
 from pipeworker.plan.orders import AUTO, ORDERS, resolve
+from pipeworker.plan.partition import block
 from pipeworker.plan.planner.choices import (
     MOST_MICROBATCHES,
     Alternative,
@@ -276,8 +277,8 @@ def _painted(text: str, kind: Kind | None) -> str:
 def _equal_stages(options: Options) -> EqualStages:
     placement = options.placement.copies(1)
     modes: Sequence[str] = (options.recompute,) * placement.stages
-    source = options.schedule_source
-    return EqualStages.of(source.build(placement, options.microbatches, modes))
+    count = len(block(options.microbatches, options.replicas, 0))
+    return EqualStages.of(options.schedule_source.build(placement, count, modes))
 
 
 def _compared(options: Options, found: EqualStages) -> dict[str, EqualStages | str]:

@@ -93,6 +93,14 @@ def test_the_number_of_stages_is_that_of_a_file_or_given(tmp_path: Path) -> None
     )
 
 
+def test_a_replica_runs_its_part_of_the_micro_batches(tmp_path: Path) -> None:
+    words = ("--stages", "2", "--replicas", "2", "--microbatches", "5")
+    assert shown(*words).startswith("2 stages, 3 micro-batches, gpipe")
+    (file := tmp_path / "own.txt").write_text(shown(*words, "--text"))
+    again = shown("--replicas", "2", "--schedule", str(file), "--recompute", "auto")
+    assert again.startswith("2 stages, 3 micro-batches, own.txt")
+
+
 def test_variables_give_options_of_a_job_but_no_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPEWORKER_STAGES", "3")
     monkeypatch.setenv("PIPEWORKER_JSON", "1")
