@@ -118,12 +118,15 @@ SHARING = """
             super().__init__()
             self.scale = nn.Parameter(torch.ones(4))
             self.first, self.cell = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.register_buffer("middle", torch.full((), 0.5))
+            self.factor, self.begin, self.body = self.scale, self.first, nn.ModuleList([self.cell])
+            self.register_buffer("center", self.middle)
 
         def forward(self, x):
             x = self.first(x * self.scale)
             for _ in range(3):
                 x = torch.tanh(self.cell(x) * self.scale)
-            return x
+            return x * self.middle
 
     def model():
         return Net()
@@ -142,7 +145,10 @@ SHARING = """
 
 
 def test_what_several_layers_share_has_the_modules_own_name_in_files(jobs: Jobs) -> None:
-    """Layers share a parameter of the root, and the weights of a unit that is called again."""
+    """Layers share a parameter of the root, and the weights of a unit that is called again.
+
+    Some have two names.
+    """
     words = ("--microbatches", "2")
     one = jobs.train("--stages", "1", *words, source=SHARING)
     for stages, schedule, others in (("2", "zbv", "1"), ("1", "gpipe", "3")):
@@ -156,6 +162,8 @@ def test_what_several_layers_share_has_the_modules_own_name_in_files(jobs: Jobs)
     exec(textwrap.dedent(SHARING), scope)
     made = scope["Net"]()  # type: ignore[operator]
     made.load_state_dict(one.weights)
+    torch.save(made.state_dict(), file := jobs.folder / "own.pt")
+    jobs.train("--stages", "2", "--init-from", str(file), *words, source=SHARING)
 
 
 def test_a_module_itself_is_a_model(jobs: Jobs) -> None:

@@ -98,7 +98,6 @@ class Cut:
         plan, names = self.plan, self.plan.names
         self.switched_off = switch_off(module)
         forget_library_hooks(module)
-        held = {name for unit in plan.units for name in _within(module, unit)}
         parameters: dict[str, torch.Tensor] = dict(saved_buffers(module))
         parameters |= dict(module.named_parameters(remove_duplicate=False))
         outside: list[dict[str, Any]] = [{} for _ in names]
@@ -106,10 +105,15 @@ class Cut:
             for layer in layers:
                 if not name.startswith(f"{plan.units[layer]}."):
                     outside[layer][name] = parameters[name]
-        known = {id(p) for name, p in parameters.items() if name in held or name in plan.parameters}
+        first = {name: min(layers) for name, layers in plan.parameters.items()}
+        for i, unit in enumerate(plan.units):
+            for name in _within(module, unit):
+                first.setdefault(name, i)
+        owners = {id(parameters[name]): i for name, i in first.items()}
         for name, tensor in parameters.items():
-            if name not in held and id(tensor) not in known:
-                outside[-1][name] = tensor  # no layer uses it; the loss may
+            if name not in first:
+                # It is another name of a layer's tensor, or no layer uses it; the loss may.
+                outside[owners.get(id(tensor), -1)][name] = tensor
         found: dict[str, nn.Module] = {}
         for i, unit in enumerate(plan.units):
             kind, own = part_class(plan.classes[i]), module.get_submodule(unit)
@@ -172,10 +176,11 @@ def _copy(batch: Any) -> Any:
 
 
 def _names_of(module: nn.Module) -> dict[int, str]:
-    """Return the names of what layers own: parameters, and saved buffers outside of units."""
+    """Return the first names of what layers own: parameters, and saved buffers outside of units."""
     units = [module.get_submodule(name) for name in units_of(module)]
     inside = {id(buffer) for unit in units for buffer in unit.buffers()}
-    buffers = {id(b): name for name, b in saved_buffers(module) if id(b) not in inside}
+    saved = reversed([*saved_buffers(module)])
+    buffers = {id(b): name for name, b in saved if id(b) not in inside}
     return {**{id(p): name for name, p in module.named_parameters()}, **buffers}
 
 

@@ -57,8 +57,9 @@ def _has_list(module: nn.Module) -> bool:
 
 def saved_buffers(root: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the names and values of the buffers that a module's state dict has."""
-    for name, module in root.named_modules() if recurse else [("", root)]:
-        for key, buffer in module.named_buffers(recurse=False):
+    modules = root.named_modules(remove_duplicate=False) if recurse else [("", root)]
+    for name, module in modules:
+        for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if key not in unsaved_buffers_of(module):
                 yield (f"{name}.{key}" if name else key), buffer
 
