@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from pipeworker.errors import ScheduleError
 from pipeworker.plan.actions import COMPUTE, RECEIVES, REPLICAS, SENDS, Kind
@@ -119,23 +119,28 @@ def mini_batches(lives: Iterable[WorkerLife]) -> Iterator[MiniBatch]:
             pairs = [one[key] for one in found]
             commands = tuple(command for command, _ in pairs)
             following = [after.received for _, after in pairs if after is not None]
-            end = min(following) if following else max(c.answered or 0.0 for c in commands)
+            done = max(command.answered or 0.0 for command in commands)
+            end = max(min(following), done) if following else done
             begin = min(command.received for command in commands)
             yield MiniBatch(key[0], tuple(members), commands, begin, end)
 
 
 def _with_updates(commands: Sequence[Command]) -> Iterator[Command]:
-    """Yield commands; joins one that only updates weights, of a user's own loop, to its step.
+    """Yield commands; moves an update that another command begins with to its step.
 
+    It is that of a user's own loop, an evaluation or a checkpoint, which begins behind the update.
     The command of a later step may have an update and no actions too: its actions are not recorded.
     """
     last: Command | None = None
     for command in commands:
-        only = command.spans and all(span.name == UPDATE for span in command.spans)
-        only = only and not command.actions
-        if last and last.actions and only and command.step <= last.step:
-            last = replace(last, spans=(*last.spans, *command.spans), answered=command.answered)
-            continue
+        updates = tuple(takewhile(lambda span: span.name == UPDATE, command.spans))
+        if last and last.actions and updates and not command.actions and command.step <= last.step:
+            rest = command.spans[len(updates) :]
+            done = updates[-1].end if rest else command.answered
+            last = replace(last, spans=(*last.spans, *updates), answered=done)
+            if not rest:
+                continue
+            command = replace(command, received=updates[-1].end, spans=rest)
         if last:
             yield last
         last = command

@@ -26,7 +26,8 @@ from pipeworker.trace.causes import (
     mini_batches,
     undisturbed,
 )
-from pipeworker.trace.timeline import Command, WorkerLife
+from pipeworker.trace.recorder import EVALUATION
+from pipeworker.trace.timeline import Command, Span, WorkerLife
 from support.pure.facts import DRAWN_ORDERS
 from support.pure.timelines import BASE, draw_schedule, lives_of
 
@@ -102,6 +103,30 @@ def test_a_step_of_a_sample_ends_when_the_next_one_begins() -> None:
         command.spans for one in mini_batches(map(own_loop, whole)) for command in one.commands
     ]
     assert all(len(some) == 1 for some in spans)
+
+
+def test_an_update_before_an_evaluation_is_part_of_its_step() -> None:
+    """The evaluation itself is part of no step. One worker updates for twice as long."""
+    order = ORDERS["gpipe"]
+    schedule = order.build(order.place(2), 4, ["never"] * 2)
+    whole = lives_of(schedule, Costs.even(2, 0.01, 0.02))
+
+    def evaluated(life: WorkerLife) -> WorkerLife:
+        commands: list[Command] = []
+        for command in life.commands:
+            assert command.answered is not None
+            begin, end = command.answered, command.answered + UPDATE * (1 + life.rank)
+            spans = Span("update", begin, end), Span(EVALUATION, end, end + 5)
+            after = Command(command.step, 0, begin, end + 5, spans)
+            commands += [replace(command, spans=()), after]
+        return replace(life, commands=tuple(commands))
+
+    found = explained([*map(evaluated, whole)])
+    assert [time.optimizer for time in found.workers] == pytest.approx([2 * UPDATE, 4 * UPDATE])
+    for time in found.workers:
+        assert total(time) == pytest.approx(found.seconds)
+        assert min(time.idle.values()) > -1e-6
+    assert found.seconds < 1
 
 
 def test_a_step_in_which_the_job_was_suspended_counts_only_by_how_long_that_was() -> None:
