@@ -134,7 +134,8 @@ class _Scale:
         least = min([*curve.low, *curve.others.values()])
         most = max([*curve.high, *curve.others.values()])
         if least == most:
-            least, most = least - (abs(least) or 1) / 10, most + (abs(most) or 1) / 10
+            margin = abs(least) / 10 or 0.1
+            least, most = least - margin, most + margin
         first = curve.first
         return _Scale(first, max(curve.steps[-1], first + 1), least, most)
 

@@ -7,7 +7,7 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipeworker.display.report.curves import MOST_POINTS, Curve
@@ -40,6 +40,7 @@ def test_a_figure_without_a_number_has_no_curve() -> None:
     assert Curve.of("loss", [], []) is None
 
 
+@example([5e-324], 0)
 @given(st.lists(NUMBERS, min_size=1, max_size=30), st.integers(0, 1 << 40))
 def test_any_curve_is_drawn_within_its_picture(values: list[float], first: int) -> None:
     curve = Curve.of("loss & more", range(first, first + len(values)), values, {first: values[0]})
