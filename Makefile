@@ -1,10 +1,11 @@
 # `make demo` sets up an environment, trains a small language model and has it generate text. `make
 # test` sets it up and runs the tests; `make check` runs the linter, the type checker and the import
 # contracts. `make docs` builds a site from docs/ in site/. `make test-all` runs the tests on every
-# Python of this host, with the lowest and the newest torch. `make soak` trains for half an hour under
-# faults that a job recovers from; `make chaos` injects hundreds of faults; `make fuzz` draws jobs and
-# faults from seeds; `make schedules` runs resume, recovery, replicas and torchrun under every schedule.
-# `make papers` makes benchmarks/papers.md, in about 50 minutes; TABLES=throughput only that table.
+# Python of this host, with the lowest and the newest torch; `make test-lowest`, with the lowest versions
+# of all packages that pipeworker needs. `make soak` trains for half an hour under faults that a job
+# recovers from; `make chaos` injects hundreds of faults; `make fuzz` draws jobs and faults from seeds;
+# `make schedules` runs resume, recovery, replicas and torchrun under every schedule. `make papers` makes
+# benchmarks/papers.md, in about 50 minutes; TABLES=throughput only that table.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -17,7 +18,11 @@ BIN := $(VENV)/bin
 # Tests wait at times, so run two processes more than there are cores, up to four.
 PROCESSES := $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 2)); echo $$((n < 4 ? n : 4)))
 
-.PHONY: demo test test-all check docs soak chaos fuzz schedules papers clean
+# The lowest versions that setup.cfg allows. What describes Kubernetes' objects for tests needs newer ones.
+LOWEST = $(shell sed -n '/^install_requires/,/^$$/s/^    \([a-z_]*\)>=\([0-9.]*\).*/\1==\2/p' setup.cfg)
+MANIFESTS := tests/launcher/engines/test_engines_manifests.py
+
+.PHONY: demo test test-all test-lowest check docs soak chaos fuzz schedules papers clean
 
 demo: $(VENV)/.run
 	run=runs/demo-$$(date +%Y%m%d-%H%M%S) && \
@@ -29,6 +34,11 @@ test: $(VENV)/.collected
 
 test-all:
 	$(PYTHON) tests/every_python.py --pythons "$(PYTHONS)" --torches "$(TORCHES)"
+
+test-lowest:
+	$(MAKE) VENV=.venvs/lowest .venvs/lowest/.test
+	.venvs/lowest/bin/pip install --quiet --no-deps $(LOWEST)
+	$(MAKE) VENV=.venvs/lowest TESTS="$(TESTS) --ignore $(MANIFESTS)" test
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -35,6 +35,8 @@ class FileCommand(Command):
         if arguments:
             params["arguments"] = (*params["arguments"], *arguments)
             ctx.set_parameter_source("arguments", ParameterSource.COMMANDLINE)
+        elif not params["arguments"]:  # before click 8.3 its source is the command line
+            ctx.set_parameter_source("arguments", ParameterSource.DEFAULT)
         return rest
 
     def invoke(self, ctx: click.Context) -> Any:
