@@ -71,8 +71,8 @@ def test_the_time_of_an_update_is_no_idle_time(jobs: Jobs) -> None:
     run = jobs.train(*words, source=SLOW_UPDATE)
     assert run.metrics[0]["bubble"] > 0
     for row in run.metrics[1:]:
-        assert row["seconds"] > 0.2
-        assert row["bubble"] < 0.5
+        busy = (1 - row["bubble"]) * row["seconds"]  # however slow the host is
+        assert busy > 0.19
     assert all(seconds > 0.2 for seconds in run.summary["busy_seconds"])
 
 
