@@ -248,7 +248,7 @@ def test_a_worker_of_another_generation_is_rejected(
 def polled_server(
     memories: dict[int, list[SnapshotMemory]], store: CoordinatorStore
 ) -> Iterator[threading.Semaphore]:
-    """Serve snapshots; yield what counts how often the server polls its connections."""
+    """Serve snapshots; yield a semaphore that the server releases for each poll of a connection."""
     polls = threading.Semaphore(0)
 
     class Polled(threading.Event):

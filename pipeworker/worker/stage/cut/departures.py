@@ -1,4 +1,4 @@
-"""What the modules around units hold where a stage leaves a forward: its next one begins with it.
+"""The attributes of modules around units where a stage leaves a forward: its next one begins there.
 
 A forward that sets a flag before some units and resets it behind them never resets it on a stage
 that ends between them.

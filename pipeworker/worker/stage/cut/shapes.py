@@ -26,7 +26,7 @@ from pipeworker.worker.stage.cut.units import computed_attributes, stand_in
 
 
 class _Call(partial[Any]):
-    """What takes the place of a unit's forward."""
+    """A call that takes the place of a unit's forward."""
 
 
 class HollowUnit:
