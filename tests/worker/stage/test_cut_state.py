@@ -379,25 +379,21 @@ def test_a_value_that_units_leave_in_a_class_or_a_global_variable_is_refused(
         plan_of(module, NO_TYPES, torch.randn(2, WIDTH))
 
 
+@pytest.mark.parametrize(
+    ("leaves", "reads", "message"),
+    [
+        (1, 2, r"layer 2 .* sets Common.count, which each stage has"),
+        (2, 0, r"layer 0 .* sets Common.count for the next forward, and each stage has one"),
+    ],
+    ids=["a later unit", "an earlier unit in the next forward"],
+)
 def test_a_value_that_a_unit_leaves_beside_others_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
+    leaves: int, reads: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Common, "left", 1.0)
     module = OfCommon()
-    vars(module.layers[1])["uses"] = leave
-    vars(module.layers[2])["uses"] = lambda: Common.left
-    with pytest.raises(UsageError, match=r"layer 2 .* sets Common.count, which each stage has"):
-        plan_of(module, NO_TYPES, torch.randn(2, WIDTH))
-
-
-def test_a_value_that_a_unit_leaves_for_the_next_forward_of_an_earlier_one_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Common, "left", 1.0)
-    module = OfCommon()
-    vars(module.layers[2])["uses"] = leave
-    vars(module.layers[0])["uses"] = lambda: Common.left
-    message = r"layer 0 .* sets Common.count for the next forward, and each stage has one"
+    vars(module.layers[leaves])["uses"] = leave
+    vars(module.layers[reads])["uses"] = lambda: Common.left
     with pytest.raises(UsageError, match=message):
         plan_of(module, NO_TYPES, torch.randn(2, WIDTH))
 
