@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 # Tests wait at times, so run two processes more than there are cores, up to four.
 PROCESSES := $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 2)); echo $$((n < 4 ? n : 4)))
 
-# The lowest versions that setup.cfg allows. What describes Kubernetes' objects for tests needs newer ones.
+# The lowest versions that setup.cfg allows. Kubernetes' package for tests needs newer ones.
 LOWEST = $(shell sed -n '/^install_requires/,/^$$/s/^    \([a-z_]*\)>=\([0-9.]*\).*/\1==\2/p' setup.cfg)
 MANIFESTS := tests/launcher/engines/test_engines_manifests.py
 
