@@ -73,8 +73,10 @@ class Reduction:
         """By replica and parameter, whether there is a gradient."""
         self._updates = 0
         """How many updates this reduction has been made for."""
-        self._checksums: dict[str, int] = {}
-        """By name those of the weights, which are compared with the other replicas'."""
+        self._names: list[str] = []
+        self._checksums = torch.zeros(1, dtype=torch.int64, device="cpu")
+        """Those of the weights with these names, as they were last compared. They are sent after
+        every mini-batch, because a frame of another shape would have all gradients described."""
 
     def begin(self, signature: int, *, whole: bool) -> None:
         """Begin a mini-batch; with `whole`, the gradients of the step are complete after it."""
@@ -116,12 +118,9 @@ class Reduction:
         present = self._gradients.begin() if self._reduces_gradients else []
         self._flags = [*present, *self._buffers.changes(), True]
         flags = torch.tensor(self._flags, dtype=torch.uint8, device="cpu")
-        self._checksums = self._sum_weights() if is_checked(self._updates + 1) else {}
-        frame = [
-            flags,
-            torch.tensor([*self._checksums.values(), 0], device="cpu"),
-            *self._stage.deferred.moments(),
-        ]
+        if is_checked(self._updates + 1):
+            self._sum_weights()
+        frame = [flags, self._checksums, *self._stage.deferred.moments()]
         for goal, sender in self._senders.items():
             sender.send(_FLAGS, frame)
             for number, piece in enumerate(self._parts[goal], 1):
@@ -140,8 +139,9 @@ class Reduction:
                 f"stage {self._stage.index}: its parameters that require grad, or its buffers, are "
                 "not the same on all replicas; build the same model on each"
             )
-        for frame in first.values():
-            self._compare(frame[1].tolist())
+        if is_checked(self._updates + 1):
+            for frame in first.values():
+                self._compare(frame[1].tolist())
         self._updates += self._reduces_gradients
         count = len(self._gradients.parameters) if self._reduces_gradients else 0
         self._present = [flags[r][:count] for r in replicas]
@@ -162,14 +162,15 @@ class Reduction:
             for sender in self._senders.values():
                 sender.send(_BUFFERS, packed)
 
-    def _sum_weights(self) -> dict[str, int]:
-        dense = [(name, p) for name, p in self._layers.named_parameters() if is_dense(p)]
-        sums = torch.stack([checksum(p) for _, p in dense]).tolist() if dense else ()
-        return dict(zip([name for name, _ in dense], sums, strict=True))
+    def _sum_weights(self) -> None:
+        dense = {name: p for name, p in self._layers.named_parameters() if is_dense(p)}
+        self._names = [*dense]
+        if dense:
+            self._checksums = torch.stack([checksum(p) for p in dense.values()]).cpu()
 
     def _compare(self, others: Sequence[int]) -> None:
         """Compare the checksums of the weights with another replica's."""
-        for (name, own), other in zip(self._checksums.items(), others, strict=False):
+        for name, own, other in zip(self._names, self._checksums.tolist(), others, strict=False):
             if own != other:
                 layer, _, parameter = name.partition(".")
                 raise UsageError(

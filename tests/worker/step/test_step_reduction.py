@@ -16,12 +16,15 @@ class Sent:
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
+        self.shapes: list[list[torch.Size]] = []
 
     def begin(self, signature: int | None) -> None:
         pass
 
     def send(self, number: int, value: Any) -> None:
         self.numbers.append(number)
+        if isinstance(value, list):
+            self.shapes.append([tensor.shape for tensor in value])
 
 
 def test_weights_and_the_next_mini_batch_have_no_number_in_common() -> None:
@@ -39,3 +42,20 @@ def test_weights_and_the_next_mini_batch_have_no_number_in_common() -> None:
     reduction.scatter()
     assert weights
     assert not weights & set(sent.numbers[len(weights) :])
+
+
+def test_frames_have_one_shape_whether_weights_are_compared_or_not() -> None:
+    """A frame of another shape has all that follow described, with their tensors twice."""
+    layer = nn.Linear(2, 2)
+    stage: Any = SimpleNamespace(
+        layers=[layer], first=0, index=0, deferred=SimpleNamespace(moments=list)
+    )
+    sent: Any = Sent()
+    receiver: Any = SimpleNamespace(begin=lambda *_: None)
+    reduction = Reduction(stage, 0, {1: sent}, {1: receiver})
+    for reduction._updates in range(6):
+        layer(torch.ones(1, 2)).sum().backward()
+        reduction.begin(0, whole=True)
+        sent.shapes.clear()
+        reduction.scatter()
+        assert sent.shapes[0] == [(3,), (2,)]
