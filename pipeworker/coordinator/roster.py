@@ -31,8 +31,8 @@ class Member:
     Attributes:
         name: the worker's name for the user, by the stages it holds.
         unreachable_since: the time at which its connection was found closed, or None.
-        moved_at: the time at which its position last changed, or whether it waits, or at which it
-            last answered.
+        moved_at: the time at which its position last changed, or whether it waits, or at which a
+            part of what it waits for arrived, or it answered.
         beat: its last heartbeat.
     """
 
@@ -125,7 +125,7 @@ class Roster:
                 "microbatch": member.beat.position.microbatch,
                 "layer": member.beat.position.layer,
                 "class": member.class_at(member.beat.position),
-                "waits": member.beat.waiting,
+                "waits": bool(member.beat.waiting),
                 "memory_bytes": member.beat.memory,
                 "held": member.beat.held,
                 "silent_seconds": round(max(0.0, now - member.last_heard), 1),

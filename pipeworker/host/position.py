@@ -31,6 +31,11 @@ class Tracker:
         """Record a position at which the worker may wait for other processes."""
         _RECORD.pack_into(self._memory, 0, phase, step, microbatch, layer, 1)
 
+    def progress(self) -> None:
+        """Record that a part of what the worker waits for has arrived."""
+        *position, waiting = _RECORD.unpack_from(self._memory, 0)
+        _RECORD.pack_into(self._memory, 0, *position, waiting + 1)
+
     def count(self, evaluated: int, length: int) -> None:
         """Record how many mini-batches of an evaluation set, of `length`, have been read."""
         _COUNTS.pack_into(self._memory, _RECORD.size, evaluated, length)
@@ -47,9 +52,13 @@ class Tracker:
         return Position(Phase(phase), step, microbatch, layer)
 
     @property
-    def waiting(self) -> bool:
-        """Whether the worker may wait for other processes, and is stuck without them."""
-        return bool(_RECORD.unpack_from(self._memory, 0)[4])
+    def waiting(self) -> int:
+        """1 if the worker may wait for other processes, and is stuck without them, else 0.
+
+        Each part of what it waits for that has arrived adds 1.
+        """
+        waiting: int = _RECORD.unpack_from(self._memory, 0)[4]
+        return waiting
 
     def close(self) -> None:
         """Unmap the memory."""

@@ -92,7 +92,7 @@ def test_an_interrupt_waits_while_a_worker_makes_progress() -> None:
     job.interrupt()
     job.done(0, 1)
     for microbatch in range(4):
-        job.receive(Heartbeat(0, Position(Phase.WAITING, 1), waiting=True))
+        job.receive(Heartbeat(0, Position(Phase.WAITING, 1), waiting=1))
         job.receive(Heartbeat(1, Position(Phase.FORWARD, 1, microbatch)))
         job.tick(PATIENCE - 1.0)
         assert job.state() is State.STEPPING

@@ -37,7 +37,8 @@ class Heartbeat:
         sent: the number of messages it has sent (:mod:`pipeworker.wire.reliable_stream`).
         received: the number of messages it has received.
         resend: whether it requests the messages that it has not received.
-        waiting: whether it waits for another worker or for a command.
+        waiting: 1 if it waits for another worker or for a command, and 1 for each part of a
+            long transfer that has arrived; else 0.
         memory: bytes that it uses, of its accelerator or of its process; 0 if unknown.
         held: micro-batches that wait on it for their backward, once for each stage.
         evaluated: mini-batches of an evaluation set that it has read in the present pass.
@@ -51,7 +52,7 @@ class Heartbeat:
     sent: int = 0
     received: int = 0
     resend: bool = False
-    waiting: bool = False
+    waiting: int = 0
     memory: int = 0
     held: int = 0
     evaluated: int = 0
@@ -61,6 +62,7 @@ class Heartbeat:
 
     def __post_init__(self) -> None:
         check(min(self.sent, self.received) >= 0, "a negative number of messages")
+        check(self.waiting >= 0, "a negative number of arrived parts")
         check(min(self.memory, self.held) >= 0, f"{self.memory} bytes, {self.held} micro-batches")
         least = min(self.evaluated, self.evaluation_length)
         check(least >= 0, "a negative number of mini-batches")

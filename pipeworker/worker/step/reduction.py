@@ -188,6 +188,7 @@ class Reduction:
             else self._receivers[r].receive(number)
             for r in range(self._replicas)
         ]
+        self._stage.tracker.progress()
         total = self._gradients.add(piece, terms, self._present)
         del terms
         for goal, sender in self._senders.items():
@@ -202,6 +203,7 @@ class Reduction:
         for origin, receiver in self._receivers.items():
             for number, piece in enumerate(self._parts[origin], 1):
                 self._gradients.write(piece, receiver.receive(-number))
+                self._stage.tracker.progress()
                 receiver.release(-number)
             if origin == 0 and self._buffers:
                 self._buffers.unpack(receiver.receive(_BUFFERS))
@@ -260,6 +262,7 @@ class Reduction:
             receiver.begin(_UPDATE, range(_WEIGHTS, _WEIGHTS + len(pieces)))
             for number, piece in enumerate(pieces, _WEIGHTS):
                 weights.write(piece, receiver.receive(number))
+                self._stage.tracker.progress()
                 receiver.release(number)
             weights.end()
         for sender in self._senders.values():

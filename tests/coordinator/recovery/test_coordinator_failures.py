@@ -153,7 +153,7 @@ def test_a_worker_that_does_not_finish_building_is_noted_and_then_lost() -> None
     job = replaceable_job(2, worker_timeout=PATIENCE)
     stack = 'Stack (most recent call last):\n  File "job.py", line 3, in model'
     beats = (
-        Heartbeat(0, Position(Phase.CONNECTING), waiting=True),
+        Heartbeat(0, Position(Phase.CONNECTING), waiting=1),
         Heartbeat(1, Position(Phase.BUILDING, layer=3), stack=stack),
     )
     for number in (1, 2):
@@ -194,8 +194,8 @@ def test_a_note_names_the_log_with_the_stack_of_reading_and_leaves_out_compilati
     assert [note.endswith(text) for note in notes] == [True] * (phase is Phase.READING)
 
 
-def waiting(rank: int, microbatch: int = 0) -> Heartbeat:
-    return Heartbeat(rank, Position(Phase.WAITING, 1, microbatch), waiting=True)
+def waiting(rank: int, microbatch: int = 0, parts: int = 0) -> Heartbeat:
+    return Heartbeat(rank, Position(Phase.WAITING, 1, microbatch), waiting=1 + parts)
 
 
 def test_workers_that_wait_for_each_other_are_named() -> None:
@@ -216,6 +216,15 @@ def test_workers_that_wait_for_each_other_are_named() -> None:
         "stage 1 and stage 2 have waited 60 s without progress (deadlock?)"
     )
     assert job.failure.position == Position(Phase.WAITING, 1, 1)
+
+
+def test_workers_that_receive_a_long_transfer_are_no_deadlock() -> None:
+    job = ScriptedJob(2, worker_timeout=PATIENCE).running()
+    for parts in range(4):
+        for rank in job.ranks:
+            job.receive(waiting(rank, parts=parts))
+        job.tick(0.9 * PATIENCE)
+    assert job.state() is State.STEPPING
 
 
 def test_workers_of_several_hosts_may_wait_for_tcp_after_an_outage() -> None:

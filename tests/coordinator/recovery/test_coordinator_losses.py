@@ -117,7 +117,7 @@ def stuck(job: ScriptedJob) -> list[Effect]:
     effects = []
     for _ in range(4):
         for rank in job.ranks:
-            job.receive(Heartbeat(rank, Position(Phase.WAITING, 1), waiting=True))
+            job.receive(Heartbeat(rank, Position(Phase.WAITING, 1), waiting=1))
         effects += job.tick(PATIENCE / 2)
     return effects
 

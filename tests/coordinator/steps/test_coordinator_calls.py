@@ -53,7 +53,7 @@ def test_a_loop_may_compute_for_long_between_two_calls() -> None:
     job = own_loop_job(worker_timeout=9.0)
     for _ in range(9):
         for rank in (0, 1):
-            job.receive(Heartbeat(rank, Position(), waiting=True))
+            job.receive(Heartbeat(rank, Position(), waiting=1))
         assert job.tick(5.0) == []
 
 

@@ -150,7 +150,7 @@ def test_a_last_checkpoint_may_take_long_to_write() -> None:
     job.saved()
     for _ in range(2):  # it is being completed
         for rank in (0, 1):
-            job.receive(Heartbeat(rank, Position(), waiting=True))
+            job.receive(Heartbeat(rank, Position(), waiting=1))
         job.tick(5.0)
     job.checkpoint_committed()
     assert (job.ended.status, job.ended.steps) == ("failed", 1)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeworker.host.position import Tracker
 from pipeworker.worker.step.reduction import Reduction
 
 
@@ -59,3 +60,41 @@ def test_frames_have_one_shape_whether_weights_are_compared_or_not() -> None:
         sent.shapes.clear()
         reduction.scatter()
         assert sent.shapes[0] == [(3,), (2,)]
+
+
+def test_each_piece_that_has_arrived_is_progress() -> None:
+    """Otherwise an exchange over a slow line would count as a deadlock."""
+    layer, tracker = nn.Linear(2, 2), Tracker()
+    stage: Any = SimpleNamespace(
+        layers=[layer],
+        first=0,
+        index=0,
+        device="cpu",
+        deferred=SimpleNamespace(moments=list, set_moments=lambda _: None),
+        tracker=tracker,
+    )
+    sent: Any = Sent()
+    flags, weights = torch.ones(3, dtype=torch.uint8), 1 << 33
+    received: dict[int, Any] = {
+        0: [flags, torch.zeros(2)],
+        1: [torch.ones(3)],
+        -1: [torch.ones(3)],
+        weights: [torch.ones(6)],
+    }
+    receiver: Any = SimpleNamespace(
+        begin=lambda *_: None, release=lambda _: None, receive=received.__getitem__
+    )
+    reduction = Reduction(stage, 0, {1: sent}, {1: receiver})
+    layer(torch.ones(1, 2)).sum().backward()
+    reduction.begin(0, whole=True)
+    reduction.scatter()
+    received[0][1] = reduction._checksums
+    sent.flush = lambda: None
+    for exchange in (
+        reduction.sum,
+        reduction.gather,
+        lambda: reduction.receive_weights([[], [*layer.parameters()]]),
+    ):
+        tracker.wait(1)
+        exchange()
+        assert tracker.waiting == 2
