@@ -186,7 +186,7 @@ class Service:
         """
         if self._parent.has_room is not self._parent_reads:
             self._parent_reads = not self._parent_reads
-            self._job.handle(events.ParentReads(self._parent_reads), time.monotonic())
+            self._handle(events.ParentReads(self._parent_reads))
         for effect in self._job.handle(event, time.monotonic()):
             self._perform(effect)
 
