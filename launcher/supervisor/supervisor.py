@@ -193,8 +193,7 @@ class Supervisor:
 
         Its workers are ended as soon as the next ones are forked.
         """
-        never_bound = not self._endpoint and not self._restarts.causes
-        if self._coordinator is None or self.verdict or self._interrupts > 1 or never_bound:
+        if not self._endpoint and not self._restarts.causes:  # it cannot start
             self._ended = True
             return
         if reason := self._restarts.refusal(Failure(Cause.LOST, self._failure), now):
