@@ -231,7 +231,8 @@ class Supervisor:
                     self._fork(now)
                 case lines.Restart():
                     self._show(line)
-                    self._causes.append(line.cause)
+                    if line.recovers:
+                        self._causes.append(line.cause)
                     self._begin_generation(line.generation, line.stages)
                     self._fork(now)
                 case lines.Verdict():

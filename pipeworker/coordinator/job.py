@@ -148,7 +148,7 @@ class Job:
             if self._may_grow(now):
                 self._elastic.grow()
                 text = f"the job tries again with all {self._workers_text}"
-                return [*effects, *self._restart([], text, now)]
+                return [*effects, *self._restart([], text, now, recovers=False)]
             return effects
         if self._pending_end is not None:
             if end is not self._pending_end and end.failure:
@@ -291,7 +291,7 @@ class Job:
         """
         assert end.failure
         self._pending_end = end
-        effects = self._restart(effects, with_location(end.failure), now)
+        effects = self._restart(effects, with_location(end.failure), now, recovers=False)
         self._recovery = None
         self.generation.interrupted, self.generation.stopped = now, end
         text = f"the job failed; step {self.progress.steps} is saved before it ends"
@@ -335,7 +335,9 @@ class Job:
         """The options of the job with its current number of workers."""
         return self._options.with_stages(self._elastic.workers)
 
-    def _restart(self, effects: list[Effect], cause: str, now: float) -> list[Effect]:
+    def _restart(
+        self, effects: list[Effect], cause: str, now: float, *, recovers: bool = True
+    ) -> list[Effect]:
         """Begin another generation, from the newest state.
 
         Workers of this one that are left are killed, so messages to them are not sent.
@@ -359,7 +361,7 @@ class Job:
             *performed,
             *discarded,
             Log(f"lost: {cause}; resuming after step {self.progress.steps}"),
-            Restart(self.generation.number, cause, self._elastic.workers),
+            Restart(self.generation.number, cause, self._elastic.workers, recovers),
         ]
 
     def _report_recovery(self, now: float) -> list[Effect]:

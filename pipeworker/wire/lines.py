@@ -165,11 +165,16 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """A request to end the remaining workers and to start a new generation of `stages` stages."""
+    """A request to end the remaining workers and to start a new generation of `stages` stages.
+
+    Attributes:
+        recovers: whether something was lost, and the job continues.
+    """
 
     generation: int
     cause: str
     stages: int
+    recovers: bool = True
 
 
 @dataclass(frozen=True, slots=True)

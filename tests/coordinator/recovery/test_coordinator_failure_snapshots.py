@@ -40,7 +40,7 @@ def test_the_last_snapshot_is_saved_before_a_failed_job_ends() -> None:
     """New workers save it and run nothing; the error and the status stay."""
     job = failed_with_memory()
     (restart,) = of(job.effects, Restart)
-    assert restart.generation == 2
+    assert (restart.generation, restart.recovers) == (2, False)
     assert of(job.effects, Warned) == [Warned("the job failed; step 2 is saved before it ends")]
     effects = job.start()
     assert [welcome.restore for welcome in job.sent(0, Welcome)] == [

@@ -287,6 +287,15 @@ def test_a_coordinator_is_replaced_as_often_as_the_options_allow(most: int) -> N
     assert (verdict.error, verdict.seconds) == ("the coordinator was killed", 7.0)
 
 
+def test_only_recoveries_are_causes_of_restarts() -> None:
+    job = Scripted().running()
+    job.coordinator(Restart(2, "a loss", 1))
+    job.coordinator(Restart(3, "the job tries again with all 2 workers", 2, recovers=False))
+    job.handle(events.CoordinatorEnded())
+    started = of(job.effects, effects.StartCoordinator)[-1]
+    assert started.configuration.causes == ("a loss", "the coordinator was killed")
+
+
 # The end.
 
 
