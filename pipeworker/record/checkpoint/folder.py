@@ -21,7 +21,13 @@ from pipeworker.record.checkpoint.manifest import (
     tensor_sizes,
     weights_index,
 )
-from pipeworker.record.files.atomic_file import open_file, remove, sync_folder, write_json
+from pipeworker.record.files.atomic_file import (
+    named,
+    open_file,
+    remove,
+    sync_folder,
+    write_json,
+)
 
 _GONE = ".*.gone"
 _REPLACED = ".replaced"
@@ -72,7 +78,8 @@ class CheckpointFolder:
             except OSError:
                 self.restore_replaced()
                 raise
-            os.fsync(handle)
+            with named(self.path):
+                os.fsync(handle)
         finally:
             os.close(handle)
         if replaces:

@@ -110,14 +110,26 @@ def replace_json(path: Path, value: Any) -> None:
 
 def sync_file(file: IO[str] | IO[bytes]) -> None:
     """Flush an open file to disk."""
-    file.flush()
-    os.fsync(file.fileno())
+    with named(file.name):
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
     """Flush the names of a folder's files to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with named(folder):
+            os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def named(path: Path | str) -> Iterator[None]:
+    """Have an OSError of a descriptor inside the context name its file, as the system does not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from pipeworker.errors import UnreadableFile
-from pipeworker.record.files.atomic_file import no_link
+from pipeworker.record.files.atomic_file import named, no_link
 from pipeworker.record.files.bounded_file import load_json, open_bounded
 
 Row = dict[str, Any]
@@ -81,7 +81,9 @@ class Rows:
             found = os.fstat(self._file)
             if not found.st_nlink:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
-            if os.write(self._file, self._pending[0]) < len(self._pending[0]):
+            with named(self._path):
+                written = os.write(self._file, self._pending[0])
+            if written < len(self._pending[0]):
                 os.ftruncate(self._file, found.st_size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
             self._pending.popleft()
@@ -107,7 +109,8 @@ class Rows:
         Another thread may add rows meanwhile.
         """
         if self._file >= 0:
-            os.fsync(self._file)
+            with named(self._path):
+                os.fsync(self._file)
 
     def close(self) -> None:
         if self._file >= 0:

@@ -223,11 +223,22 @@ def test_a_checkpoint_is_complete_only_after_the_rows_of_its_steps(
     run_dir.checkpoints.partial(3).mkdir()
     disk.full = True
     files.add_step(result(3))
-    assert "No space left" in commit(files, handled).error
+    reason = f"[Errno 28] No space left on device: '{run_dir.metrics}'"
+    text = f"cannot complete the checkpoint: {reason}"
+    assert commit(files, handled).error == text
     assert run_dir.checkpoints.paths() == []
     disk.full = False
     assert commit(files, handled) == CheckpointEnded(3, str(run_dir.checkpoints.at(3)))
     assert recorded(run_dir) == [3]
+
+
+def test_the_error_of_a_sync_names_its_file(
+    files: RunFiles, run_dir: RunDir, disk: Disk, handled: list[Event]
+) -> None:
+    run_dir.checkpoints.partial(3).mkdir()
+    files.add_step(result(3))
+    disk.full = True
+    assert commit(files, handled).error.endswith(f": '{run_dir.metrics}'")
 
 
 class SlowRemoval:
