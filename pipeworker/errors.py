@@ -45,6 +45,10 @@ class SkipError(UsageError):
     """Whether it was raised in a step: then the run has failed, although its plan was right."""
 
 
+class ReplicasDiffer(UsageError):
+    """Weights that are not the same on all replicas."""
+
+
 class InUse(UsageError):
     """A run directory that another process uses; it becomes free when that process ends."""
 

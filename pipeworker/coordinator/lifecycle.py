@@ -31,6 +31,9 @@ MAX_FAILED_SAVES = 1
 _LOSSES = (Cause.LOST, Cause.HUNG, Cause.PEER, Cause.SNAPSHOT, Cause.TRANSIENT)
 """Causes that need not occur again."""
 
+_NOT_SAVED = (Cause.LOST, Cause.HUNG, Cause.PEER, Cause.DIVERGED)
+"""Causes after which a script's job writes no last checkpoint."""
+
 
 @dataclass(slots=True)
 class Lifecycle(Waiting):
@@ -138,7 +141,7 @@ class Lifecycle(Waiting):
                 failure = replace(failure, cause=Cause.USER)
         elif failure.cause is Cause.EXIT:
             status = failure.status
-        elif failure.cause is Cause.USAGE or raised_early:
+        elif failure.cause in (Cause.USAGE, Cause.DIVERGED) or raised_early:
             status = UsageError.exit_status
         return self.over(JobEnd(Status.FAILED, status, self._named(failure)))
 
@@ -302,7 +305,7 @@ class Lifecycle(Waiting):
             return False
         if self.state is State.EVALUATING and not self.options.own_loop:
             return False  # the state of this step includes its evaluation
-        if failure is not None and failure.cause in (Cause.LOST, Cause.HUNG, Cause.PEER):
+        if failure is not None and failure.cause in _NOT_SAVED:
             return False
         if self.state in SAVES and failure is not None and failure.rank in self.awaited:
             return False  # it has failed in its part of the checkpoint

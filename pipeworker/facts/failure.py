@@ -45,6 +45,8 @@ class Cause(Enum):
     """The snapshot that a worker was to restore is not in memory."""
     TRANSIENT = "transient"
     """The user's code raised an exception that the job file declares as `transient`."""
+    DIVERGED = "diverged"
+    """The replicas have different weights, none of which are worth saving."""
     INTERNAL = "internal"
     """A defect in pipeworker."""
     EXIT = "exit"

@@ -25,6 +25,7 @@ from pipeworker.errors import (
     NoTerminalError,
     PeerLost,
     PipeworkerError,
+    ReplicasDiffer,
     SkipError,
     SnapshotLost,
     UsageError,
@@ -218,6 +219,8 @@ def failure_of(
             cause = Cause.PEER
         case SnapshotLost():
             cause = Cause.SNAPSHOT
+        case ReplicasDiffer():
+            cause = Cause.DIVERGED
         case UsageError() if not (isinstance(error, SkipError) and error.in_step):
             cause = Cause.USAGE
         case PipeworkerError():

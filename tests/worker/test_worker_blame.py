@@ -17,6 +17,7 @@ from pipeworker.errors import (
     NoTerminalError,
     PeerLost,
     PipeworkerError,
+    ReplicasDiffer,
     SkipError,
     SnapshotLost,
     UsageError,
@@ -59,6 +60,7 @@ def raised_by(
     ("error", "step", "cause", "message"),
     [
         (UsageError("write it so"), 3, Cause.USAGE, "write it so"),
+        (ReplicasDiffer("they differ"), 3, Cause.DIVERGED, "they differ"),
         (SkipError("popped twice"), 0, Cause.USAGE, "popped twice"),
         (in_step(SkipError("popped twice")), 3, Cause.USER, "popped twice"),
         (NoTerminalError("line 3"), 3, Cause.USAGE, "line 3"),

@@ -19,7 +19,7 @@ from itertools import compress
 import torch
 from torch import nn
 
-from pipeworker.errors import SnapshotLost, UsageError
+from pipeworker.errors import ReplicasDiffer, SnapshotLost, UsageError
 from pipeworker.worker.internals import buffers_of, version_of
 from pipeworker.worker.stage.rarely import is_checked
 from pipeworker.worker.stage.slots import Slot
@@ -173,7 +173,7 @@ class Reduction:
         for name, own, other in zip(self._names, self._checksums.tolist(), others, strict=False):
             if own != other:
                 layer, _, parameter = name.partition(".")
-                raise UsageError(
+                raise ReplicasDiffer(
                     f"stage {self._stage.index}, layer {layer}: `{parameter}` differs between the "
                     "replicas, because a forward changes it by its own micro-batches, or model(), "
                     "before_update() or a loop of the user's gives it or its learning rate another "

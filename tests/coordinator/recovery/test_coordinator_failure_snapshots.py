@@ -113,6 +113,14 @@ def test_the_snapshot_is_saved_if_replicas_read_other_data() -> None:
     assert job.failure.message.startswith("data(): replica 1 read another mini-batch for step 4")
 
 
+def test_weights_that_differ_between_replicas_are_not_saved() -> None:
+    job = replaceable_job(1, replicas=2).running()
+    for step in (1, 2):
+        job.step(step)
+    job.receive(Failed(1, Failure(Cause.DIVERGED, "they differ")))
+    assert (job.failure.message, job.ended.exit_status) == ("they differ", 1)
+
+
 def test_weights_that_give_nan_are_not_saved() -> None:
     job = replaceable_job(stop_on_nan=True).running()
     for step in (1, 2):

@@ -205,6 +205,13 @@ def test_the_last_checkpoint_is_written_again_by_all_ranks() -> None:
     assert job.saved() == [commit(1)]
 
 
+def test_a_script_saves_no_weights_that_differ_between_replicas() -> None:
+    job = ScriptedJob(1, replicas=2, steps=9).running()
+    job.step(1)
+    assert not saves(job.receive(Failed(1, Failure(Cause.DIVERGED, "no"), stays=True)))
+    assert job.ended.status == "failed"
+
+
 def test_the_last_checkpoint_is_tried_although_an_earlier_one_has_failed() -> None:
     job = ScriptedJob(2, steps=9, checkpoint_every="1").running()
     job.step(1)

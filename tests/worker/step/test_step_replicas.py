@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import ReplicasDiffer, UsageError
 from pipeworker.facts.connections import Skip
 from pipeworker.plan.placement import Placement
 from support.draws import draws
@@ -455,5 +455,6 @@ def test_replicas_that_update_with_other_learning_rates_are_found_at_the_next_up
     batches = data(8, 8)
     way = filled(Placement.identity(1, 2))
     pipeline = Pipeline(layers, mse, batches, way, microbatches=4, optimizer=unlike, limit=5.0)
-    with pytest.raises(UsageError, match=r"stage 0, layer 2: `weight` differs between the repl"):
+    text = r"stage 0, layer 2: `weight` differs between the replicas"
+    with pytest.raises(ReplicasDiffer, match=text):
         pipeline.train(2)
