@@ -338,6 +338,8 @@ def run(prepared: PreparedRun, view: Style, agents: Sequence[RemoteAgent]) -> in
 def check_job_file(path: Path) -> None:
     """Compile the job file without running it, so that a mistake starts no process."""
     try:
+        if path.is_fifo():  # it might have no writer
+            raise UsageError(f"job file {path}: it is a pipe; give the path of a Python file")
         source = path.read_bytes()
         if path.suffix != ".py":
             raise UsageError(f"job file {path}: not a Python file; its name must end in .py")

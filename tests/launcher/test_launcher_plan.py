@@ -156,6 +156,12 @@ def test_a_job_file_of_another_name_is_refused_at_once(tmp_path: Path) -> None:
     assert refused("--stages", "2", str(file)) == expected
 
 
+def test_a_pipe_is_no_job_file(tmp_path: Path) -> None:
+    os.mkfifo(file := tmp_path / "job.py")
+    expected = f"job file {file}: it is a pipe; give the path of a Python file"
+    assert refused("--stages", "2", str(file)) == expected
+
+
 def test_a_timeline_has_the_width_of_the_terminal_and_its_colours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
