@@ -75,8 +75,9 @@ class Averages:
     """The averages of losses and metrics of micro-batches, weighted by their numbers of samples.
 
     Sums are exact, so that no result depends on how mini-batches were split. Values stay on their
-    device until :meth:`result`. `loss_of` returns a mean over the samples, or a pair (sum, count).
-    Each set of evaluation data has averages of its own, by its name.
+    device until :meth:`result`. `loss_of`, and `metrics` under each name, return a mean over the
+    samples, or a pair (sum, count). Each set of evaluation data has averages of its own, by its
+    name.
     """
 
     loss_of: Callable[[Any, Any], Any]
@@ -92,15 +93,14 @@ class Averages:
         """
         returned, count = parts(self.loss_of(output, target))
         loss = returned.clone()  # the user's code may add to what it has returned
-        entry = (loss, samples, samples) if count is None else (loss, 1, count)
         figures = self._sets.setdefault(name, {})
-        figures.setdefault("loss", []).append(entry)
+        figures.setdefault("loss", []).append(_entry(loss, count, samples))
         if self.metrics is None:
             return
         with user_code("metrics()"):
             values = self.metrics(output, target)
-        for figure, value in checked_figures(values).items():
-            figures.setdefault(figure, []).append((value, samples, samples))
+        for figure, (value, count) in checked_figures(values).items():
+            figures.setdefault(figure, []).append(_entry(value, count, samples))
 
     def result(self, step: int) -> Evaluation:
         """Return the averages after a step; NaN for a loss of no samples.
@@ -120,14 +120,19 @@ _Entry = tuple[Any, Any, Any]
 """A value, the factor that makes it a term of a sum, and the weight of this term."""
 
 
+def _entry(value: Any, count: Any, samples: int) -> _Entry:
+    """Return the entry of a mean over samples, or with a count that of a sum."""
+    return (value, samples, samples) if count is None else (value, 1, count)
+
+
 def _mean(entries: Sequence[_Entry]) -> float:
     weight = total([float(weight) for *_, weight in entries])
     terms = [float(value) * float(factor) for value, factor, _ in entries]
     return total(terms) / weight if weight else math.nan
 
 
-def checked_figures(values: Any) -> dict[str, Any]:
-    """Return what ``metrics`` returned, scalars by their names.
+def checked_figures(values: Any) -> dict[str, tuple[Any, Any]]:
+    """Return what ``metrics`` returned by name: a scalar and its count, which is None for a mean.
 
     Raises:
         UsageError: it is something else.
@@ -142,7 +147,12 @@ def checked_figures(values: Any) -> dict[str, Any]:
                 f"metrics(output, target) named a value {name!r}; use strings other than "
                 f"{' and '.join(map(repr, _RESERVED))}"
             )
-    return {name: _scalar(name, value) for name, value in values.items()}
+    return {
+        name: (_scalar(name, value[0]), _scalar(name, value[1]))
+        if isinstance(value, (tuple, list)) and len(value) == 2
+        else (_scalar(name, value), None)
+        for name, value in values.items()
+    }
 
 
 def _scalar(name: str, value: Any) -> Any:
@@ -156,7 +166,10 @@ def _scalar(name: str, value: Any) -> Any:
         shown += f" of shape {tuple(value.shape)}"
         if value.is_complex():
             shown += f" and {value.dtype}"
-    raise UsageError(f"metrics(output, target) returned {shown} under {name!r}; return a scalar")
+    raise UsageError(
+        f"metrics(output, target) returned {shown} under {name!r}; return a scalar, or a pair "
+        "(sum, count) of scalars"
+    )
 
 
 Sink = Callable[[Any, Any, int, str], None]

@@ -33,14 +33,24 @@ def test_losses_with_counts_are_divided_by_the_total() -> None:
     assert averages.result(3).row() == {"loss": 1.0}
 
 
+def test_metrics_with_counts_are_divided_by_the_total() -> None:
+    averages = Averages(_target_as_loss, lambda output, target: {"hit": output, "mean": 2})
+    averages.add((torch.tensor(6.0), 2), torch.tensor(1.0), 5)
+    averages.add([torch.tensor(1.0), torch.tensor(5)], torch.tensor(1.0), 1)
+    assert averages.result(3).row() == {"loss": 1.0, "hit": 1.0, "mean": 2.0}
+
+
 def test_figures_are_those_of_the_time_at_which_they_were_returned() -> None:
     loss, count, figure = torch.tensor(6.0), torch.tensor(2), torch.tensor(1.0)
-    averages = Averages(lambda output, target: (loss, count), lambda output, target: {"it": figure})
+    averages = Averages(
+        lambda output, target: (loss, count),
+        lambda output, target: {"it": figure, "pair": (figure, count)},
+    )
     averages.add(None, None, 1)
     for value in (loss, count, figure):
         value += 2
     averages.add(None, None, 1)
-    assert averages.result(3).row() == {"loss": 14 / 6, "it": 2.0}
+    assert averages.result(3).row() == {"loss": 14 / 6, "it": 2.0, "pair": 4 / 6}
 
 
 def test_sets_have_averages_of_their_own() -> None:
@@ -89,6 +99,8 @@ def test_averages_that_are_not_finite(values: tuple[float, ...], average: float)
         ({3: 1}, "named a value 3"),
         ({"x": "y"}, "returned a str under 'x'"),
         ({"x": torch.ones(2)}, r"returned a Tensor of shape \(2,\) under 'x'"),
+        ({"x": (1, "y")}, r"returned a str under 'x'; return a scalar, or a pair \(sum, count\)"),
+        ({"x": (1, 2, 3)}, "returned a tuple under 'x'"),
     ],
 )
 def test_metrics_must_be_named_scalars(values: Any, message: str) -> None:
