@@ -51,6 +51,14 @@ _HELP = {"help_option_names": ["-h", "--help"]}
 _JOB = {**_HELP, "auto_envvar_prefix": "PIPEWORKER"}
 
 
+_ELSEWHERE = {
+    **dict.fromkeys(("train", "run", "start"), "launch"),
+    "resume": "launch --resume",
+    "stop": "cancel",
+}
+"""Commands of other programs, for which no name of ours, or a wrong one, is a close match."""
+
+
 class _Main(click.Group):
     """The top-level command; every error of ours is one message."""
 
@@ -78,7 +86,7 @@ class _Main(click.Group):
             if name.endswith(".py") or Path(name).is_file():
                 _suggest_launch(f"{name}: no such command", ctx, args)
             shown = [name for name, command in self.commands.items() if not command.hidden]
-            meant = get_close_matches(name, shown, 1)
+            meant = [_ELSEWHERE[name]] if name in _ELSEWHERE else get_close_matches(name, shown, 1)
             advice = f"did you mean {meant[0]}?" if meant else f"use {', '.join(sorted(shown))}"
             raise UsageError(f"{name}: no such command; {advice}")
         return super().resolve_command(ctx, args)

@@ -27,6 +27,8 @@ def run(*words: str, command: click.Command = cli.main) -> Result:
             "--stages: an option of launch; did you mean `pipeworker l",
         ),
         (("lanch", "job.py"), "lanch: no such command; did you mean launch?"),
+        (("run", "job.py"), "run: no such command; did you mean launch?"),
+        (("resume", "runs/a"), "resume: no such command; did you mean launch --resume?"),
         (("--stags",), "no such option"),
         (("report", "--steps", "1"), "--steps: no such option; see `pipeworker report --help`"),
         (("report", "--helpp"), "--helpp: no such option; did you mean --help?"),

@@ -209,6 +209,12 @@ class Epoch:
             self._loader = AdvancedLoader(source, position, self._states, self._continue_from)
             self.count = self._loader.skipped
             return self._loader.iterator
+        if _is_one_batch(source):
+            raise UsageError(
+                f"{self._name}(): gave {a_type(source)} that has a tensor in it, as one "
+                "mini-batch; return an iterable of mini-batches, as a DataLoader or "
+                "[(input, target)]"
+            )
         if hasattr(source, "__iter__"):
             return iter(source)
         if hasattr(source, "__getitem__"):
@@ -346,6 +352,18 @@ def _restore(generators: Generators, stream: rng.Stream, states: Mapping[str, An
 
 def _states_of(position: Mapping[str, Any]) -> dict[str, Any]:
     return {name: position[name] for name in sorted(_STATES)}
+
+
+def _is_one_batch(source: Any) -> bool:
+    """Return whether a source seems to be a pair of an input and a target, or a dict of both.
+
+    A class of the user's own is none: its methods may do anything.
+    """
+    if type(source) is dict:
+        parts = list(source.values())
+    else:
+        parts = list(source) if type(source) in (tuple, list) and len(source) == 2 else []
+    return any(isinstance(part, torch.Tensor) for part in parts)
 
 
 def _is_unambiguous(reached: tuple[Any, Any] | None, position: Mapping[str, Any]) -> bool:

@@ -183,6 +183,15 @@ def test_a_function_that_returns_no_iterable_is_rejected(source: Any) -> None:
         reader(lambda: source).read()
 
 
+@pytest.mark.parametrize(
+    "batch", [pair(4), [*pair(4)], ({"x": pair(4)[0]}, pair(4)[1]), {"x": pair(4)[0], "n": 1}]
+)
+def test_a_function_that_returns_one_mini_batch_is_rejected(batch: Any) -> None:
+    said = f"gave {a_type(batch)} that has a tensor in it, as one mini-batch; return an iterable"
+    with pytest.raises(UsageError, match=said):
+        reader(lambda: batch).read()
+
+
 @given(st.integers(1, 40), st.integers(1, 12))
 def test_mini_batches_are_split_as_by_tensor_split(samples: int, microbatches: int) -> None:
     x, y = pair(samples)
