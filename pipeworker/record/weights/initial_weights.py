@@ -23,6 +23,7 @@ from pipeworker.record.checkpoint.stage_state import (
     StateDictDiff,
     UserCode,
     is_extra_state,
+    some,
 )
 from pipeworker.record.checkpoint.tensor_file import TensorFile
 from pipeworker.record.weights.conversions import Conversion, Source, only
@@ -47,7 +48,16 @@ def _load_pickled(path: Path) -> dict[str, Any]:
         raise UnreadableFile(path, f"it is damaged ({error!s:.200})", "use another file") from None
     if not isinstance(found, dict) or not all(type(name) is str for name in found):
         raise UnreadableFile(path, f"it has {a_type(found)}, no state dict", _ALONE)
+    within = [name for name, value in found.items() if _has_tensors(value)]
+    if within and not _has_tensors(found):
+        reason = f"it has state dicts by name ({some(list(map(repr, within)), 5)})"
+        remedy = f"save the one of the model alone, as torch.load(FILE)[{within[0]!r}]"
+        raise UnreadableFile(path, reason, remedy)
     return found
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, dict) and any(isinstance(x, torch.Tensor) for x in value.values())
 
 
 def _open(path: Path) -> TensorFile | dict[str, Any]:
@@ -111,10 +121,18 @@ class InitialWeights:
         if not self.diff:
             return 0
         if strict or len(self._unknown) == len(self._sources):
-            hint = "; use weights of this model"
+            hint = f"{self._prefix_hint()}; use weights of this model"
             hint += ", or --no-init-strict, which loads what does fit" if strict else ""
             raise UsageError(f"--init-from {self._path}: does not fit the model: {self.diff}{hint}")
         return len(self.diff)
+
+    def _prefix_hint(self) -> str:
+        """Return a hint if a wrapper, as of DDP, has put a prefix before the names; else ""."""
+        for wanted in self.diff.missing[:1]:
+            for name in self._unknown:
+                if name.endswith(f".{wanted}"):
+                    return f"; remove {name.removesuffix(wanted)!r}, with which names of it begin"
+        return ""
 
     def _value(self, name: str) -> Any:
         """Return a value of the files; a tensor that is not made of others is in a file's memory.

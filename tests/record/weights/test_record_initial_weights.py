@@ -203,6 +203,24 @@ def test_a_file_of_another_model_is_refused_without_strict_too(tmp_path: Path) -
     assert "it lacks embed.weight, " in str(caught.value)
 
 
+def test_a_file_that_has_state_dicts_by_name_is_refused(tmp_path: Path) -> None:
+    state = net(0).state_dict()
+    path = pickled({"epoch": 3, "net": state, "ema": dict(state), "optimizer": {}}, tmp_path)
+    expected = (
+        r"cannot be read: it has state dicts by name \('net', 'ema'\); save the one of the model "
+        r"alone, as torch\.load\(FILE\)\['net'\]$"
+    )
+    with pytest.raises(UsageError, match=expected):
+        load(path, stages(net(1)), partial=True)
+
+
+def test_a_prefix_of_a_wrapper_is_named(tmp_path: Path) -> None:
+    path = safe({f"module.{name}": value for name, value in net(0).state_dict().items()}, tmp_path)
+    for partial in (False, True):
+        with pytest.raises(UsageError, match=r"; remove 'module\.', with which names of it begin;"):
+            load(path, stages(net(1)), partial=partial)
+
+
 def test_a_tied_weight_is_found_under_any_of_its_names(tmp_path: Path) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
