@@ -110,7 +110,7 @@ def whole_text(planned: Planned, order: Order, name: str) -> str:
 
 def reasons(divisions: Divisions, found: Judged, *, chosen: bool) -> Iterator[str]:
     """Yield what decided the balance and the recompute modes."""
-    if chosen:
+    if chosen and len(found.balance) > 1:
         usual = divisions.even
         other = divisions.judge(usual)
         if found.balance == usual:

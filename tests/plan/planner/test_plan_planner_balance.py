@@ -125,6 +125,7 @@ def test_stages_are_even_unless_another_balance_is_better(
     plan = plan_order(facts, resolve("gpipe"), Placement.identity(2), 4)
     assert plan.balance == (2, 2)
     assert plan.why == ("even stages: no other balance makes a step shorter",)
+    assert plan_order(facts, resolve("gpipe"), Placement.identity(1), 4).why == ()
 
 
 def test_a_slow_worker_gets_fewer_layers() -> None:
