@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,9 @@ def check_options(options: Mapping[str, Any], excluded: Mapping[str, str], where
         reject_renamed(name, {*known, "allow_change"}, str, "{}={}".format, f"{where}: ")
         reject_batch_size(name, known, str, f"{where}: ")
         if name not in known:
-            raise UsageError(f"{where}: {name}: no such option; use one of {', '.join(known)}")
+            meant = get_close_matches(name, known, 1)
+            advice = f"did you mean {meant[0]}?" if meant else f"use one of {', '.join(known)}"
+            raise UsageError(f"{where}: {name}: no such option; {advice}")
 
 
 def checked_path(where: str, path: object) -> Path:

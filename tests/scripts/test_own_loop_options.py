@@ -47,6 +47,7 @@ def test_every_option_of_launch_is_an_argument_or_has_a_reason(
     [
         ("profile", r"f\(\): profile: here its name is profile_steps; use that$"),
         ("set", r"f\(\): set: .*; leave it out$"),
+        ("microbatch", r"f\(\): microbatch: no such option; did you mean microbatches\?$"),
     ],
 )
 def test_other_names_that_launch_has_are_known(name: str, text: str) -> None:
