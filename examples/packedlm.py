@@ -1,7 +1,7 @@
 """A language model of Python functions: text is tokenized, and short texts share a sequence.
 
     pip install tokenizers
-    pipeworker launch --stages 4 --epochs 2 --evaluate-every 50 examples/packedlm.py
+    pipeworker launch --stages 2 --epochs 2 --evaluate-every 50 examples/packedlm.py
 
 The texts are the functions in the source of Python's standard library. A byte-pair encoding is
 trained on them when the data is read. Texts have any length: each row of a mini-batch holds as many
