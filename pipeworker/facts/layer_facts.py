@@ -90,8 +90,9 @@ class NetworkFacts:
         skips: skip connections between layers.
         ties: pairs of layers that share a parameter, with the bytes of its gradient.
         samples: samples of the micro-batch that was measured.
-        speeds: how fast each worker of a replica computes, against the worker that measured.
-        limits: bytes that each worker may use; None without a limit.
+        speeds: how fast each worker of a replica computes, against the worker that measured; () if
+            all compute alike.
+        limits: bytes that each worker may use, None without a limit; () if none has one.
         base_bytes: bytes of a worker's process without layers.
         latency: seconds that a transfer between two workers takes besides its bytes.
         seconds_per_byte: what each of its bytes adds.

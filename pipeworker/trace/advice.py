@@ -13,8 +13,8 @@ from pipeworker.errors import PipeworkerError
 from pipeworker.facts.layer_facts import LayerFacts, NetworkFacts
 from pipeworker.plan.orders import AUTO, ORDERS
 from pipeworker.plan.planned import Planned
-from pipeworker.plan.planner.choices import PlanRequest, plan_request
-from pipeworker.plan.planner.costs import LOSS_FORWARD, LayerCosts, Range, speeds
+from pipeworker.plan.planner.choices import PlanRequest, for_workers, plan_request
+from pipeworker.plan.planner.costs import LOSS_FORWARD, LayerCosts, Range
 from pipeworker.plan.simulate import Costs
 from pipeworker.plan.text import is_text
 from pipeworker.trace.causes import DATA, FILL_DRAIN, RECOVERY, Breakdown
@@ -54,9 +54,10 @@ def measured_facts(
             )
             layers += [each] * (stop - first)
         return NetworkFacts(tuple(layers))
-    known, by_worker = LayerCosts(facts), speeds(facts, 1 + max(owners))
+    workers = 1 + max(owners)
+    known, speeds = LayerCosts(facts), for_workers(facts, workers).speeds or (1.0,) * workers
     for stage, (first, stop) in enumerate(ranges):
-        predicted = known.seconds((first, stop), by_worker[owners[stage]])
+        predicted = known.seconds((first, stop), speeds[owners[stage]])
         forward = _ratio(costs.forward[stage], predicted.forward)
         backward = _ratio(costs.backward[stage], predicted.backward)
         layers += [

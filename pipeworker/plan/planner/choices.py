@@ -10,7 +10,7 @@ from pipeworker.errors import UsageError
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.plan.actions import Kind
 from pipeworker.plan.orders import AUTO, ORDERS, Order, resolve
-from pipeworker.plan.partition import EVEN, even, most_stages
+from pipeworker.plan.partition import most_stages
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.planner.planner import plan_order
@@ -87,16 +87,12 @@ def plan_request(facts: NetworkFacts, request: PlanRequest, *, strict: bool = Tr
         modes = written_modes(order, placement)
     elif request.recompute != "auto":
         modes = (request.recompute,) * placement.stages
-    balance = request.balance
-    if balance == EVEN:
-        per_worker = placement.stages // placement.workers
-        balance = even(len(facts.layers), placement.stages, per_worker, facts.shared_buffers)
     planned = plan_order(
         facts,
         order,
         placement,
         request.microbatches,
-        balance=balance,
+        balance=request.balance,
         recompute=modes,
         strict=strict,
     )

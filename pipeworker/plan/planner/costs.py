@@ -72,17 +72,11 @@ class LayerCosts:
         return self.facts.latency + size * self.facts.seconds_per_byte
 
 
-def speeds(facts: NetworkFacts, workers: int) -> tuple[float, ...]:
-    """Return how fast each worker computes; those without a measured speed have speed 1."""
-    known = facts.speeds[:workers]
-    return (*known, *((1.0,) * (workers - len(known))))
-
-
 def stage_costs(costs: LayerCosts, ranges: Sequence[Range], placement: Placement) -> Costs:
     """Return the costs of stages, with the transfers between those of different workers."""
-    by_worker = speeds(costs.facts, placement.workers)
+    speeds = costs.facts.speeds or (1.0,) * placement.workers
     found = [
-        costs.seconds(layers, by_worker[owner])
+        costs.seconds(layers, speeds[owner])
         for layers, owner in zip(ranges, placement.owners, strict=True)
     ]
     return Costs(

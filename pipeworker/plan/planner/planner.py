@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from pipeworker.errors import UsageError
 from pipeworker.facts.layer_facts import NetworkFacts
@@ -10,7 +11,7 @@ from pipeworker.plan import text
 from pipeworker.plan.check import check
 from pipeworker.plan.figures import bytes_text
 from pipeworker.plan.orders import Order
-from pipeworker.plan.partition import block, check_balance, ranges
+from pipeworker.plan.partition import EVEN, block, check_balance, ranges
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.planner.balance import lacking, search_balance
@@ -25,7 +26,7 @@ def plan_order(
     placement: Placement,
     microbatches: int,
     *,
-    balance: Sequence[int] | None = None,
+    balance: Sequence[int] | Literal["even"] | None = None,
     recompute: Sequence[str] = (),
     strict: bool = True,
 ) -> Planned:
@@ -36,7 +37,7 @@ def plan_order(
         order: the order in which the stages run.
         placement: which worker of which replica holds which stages.
         microbatches: number of micro-batches of a mini-batch, over all replicas.
-        balance: layers of each stage; None to choose them.
+        balance: layers of each stage, or ``even``; None to choose them.
         recompute: recompute mode of each stage; empty to choose them.
         strict: whether the plan must fit into the memory, if anything of it is chosen.
 
@@ -56,6 +57,8 @@ def plan_order(
     chosen = balance is None
     if balance is None:
         found = search_balance(divisions)
+    elif balance == EVEN:
+        found = divisions.judge(divisions.even)
     else:
         kinds = [layer.kind for layer in facts.layers]
         given = check_balance(tuple(balance), kinds, divisions.stages, facts.shared_buffers)

@@ -18,7 +18,6 @@ from pipeworker.plan.planner.costs import (
     Range,
     Seconds,
     edge_bytes,
-    speeds,
     stage_pairs,
 )
 from pipeworker.plan.planner.memory import (
@@ -94,8 +93,8 @@ class Divisions:
         )
         self.costs = LayerCosts(facts)
         self.bytes = LayerBytes(facts, microbatches)
-        self.limits = limits_of(facts, placement.workers)
-        self.speeds = speeds(facts, placement.workers)
+        self.limits = facts.limits or (None,) * placement.workers
+        self.speeds = facts.speeds or (1.0,) * placement.workers
         schedule = order.build(placement, microbatches, ["always"] * placement.stages)
         self.moments = moments(schedule)
         self._ends = _ends_of(placement, self.moments, microbatches)
@@ -292,12 +291,6 @@ def _ends_of(placement: Placement, moments: Sequence[Moments], microbatches: int
         )
         for stage in range(placement.stages)
     ]
-
-
-def limits_of(facts: NetworkFacts, workers: int) -> tuple[int | None, ...]:
-    """Return the bytes that each worker may use; None without a limit."""
-    known = facts.limits[:workers]
-    return (*known, *((None,) * (workers - len(known))))
 
 
 def _works(seconds: Seconds, mode: str) -> list[float]:
