@@ -118,10 +118,10 @@ class WorkerLife:
         return f"worker {self.rank}: {held_text(self.stages)}{replica}"
 
 
-class _Start(msgspec.Struct):
-    worker: int
-    stages: str
+class _Start(msgspec.Struct, rename={"rank": "worker"}):
+    rank: int
     replica: int
+    stages: str
     attempt: str
     generation: int
     host: str
@@ -251,25 +251,13 @@ def _parsed(path: Path, life: _Life) -> WorkerLife:
     began = command(*life.first).received if life.first else math.inf
     with _readable(path, 1):
         stages = tuple(map(int, start.stages.split()))
-        if path.name != f"worker-{start.worker}.jsonl":
+        if path.name != f"worker-{start.rank}.jsonl":
             raise ValueError("it is of another worker")
         _check_finite(start.now, start.time)
         if not all(span.action.stage in stages for c in commands for span in c.actions):
             raise ValueError("the worker does not hold the stages of its actions")
-    return WorkerLife(
-        start.worker,
-        start.replica,
-        stages,
-        start.attempt,
-        start.generation,
-        start.host,
-        start.clock,
-        start.now,
-        start.time,
-        commands,
-        tuple(life.samples),
-        began,
-    )
+    facts = msgspec.structs.asdict(start) | {"stages": stages}
+    return WorkerLife(**facts, commands=commands, samples=tuple(life.samples), began=began)
 
 
 def _check_finite(*numbers: float | None) -> None:
