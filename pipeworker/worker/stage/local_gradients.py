@@ -14,7 +14,7 @@ from torch import nn
 from pipeworker.errors import UsageError
 from pipeworker.worker.internals import version_of
 from pipeworker.worker.stage.microbatch import MicroBatch
-from pipeworker.worker.stage.rarely import is_checked
+from pipeworker.worker.stage.values import is_checked
 
 _thread = threading.local()
 _Gradients = list[torch.Tensor | None]

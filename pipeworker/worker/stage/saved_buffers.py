@@ -32,9 +32,15 @@ from pipeworker.worker.internals import (
 )
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.offload import Offload, Packed, addresses_of
-from pipeworker.worker.stage.rarely import is_checked
 from pipeworker.worker.stage.slots import Copies, Slot, copy_of, get_slot, is_small, set_slot
-from pipeworker.worker.stage.values import checksum, checksums, distinct_tensors, is_dense, versions
+from pipeworker.worker.stage.values import (
+    checksum,
+    checksums,
+    distinct_tensors,
+    is_checked,
+    is_dense,
+    versions,
+)
 
 _UNUSED = (f"{SAVED_PREFIX}running_mean", f"{SAVED_PREFIX}running_var")
 """The names of the tensors that a batch norm in training saves, and does not use."""

@@ -9,9 +9,8 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.worker import blame
-from pipeworker.worker.stage.rarely import is_checked
 from pipeworker.worker.stage.slots import Slot, get_slot
-from pipeworker.worker.stage.values import checksums, versions
+from pipeworker.worker.stage.values import checksums, is_checked, versions
 
 Place = tuple[int, str]
 """The index of a layer in the model, and the name of a buffer within the layer."""

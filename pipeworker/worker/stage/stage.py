@@ -23,7 +23,6 @@ from pipeworker.worker.stage.layers import Layers, StageConfig
 from pipeworker.worker.stage.local_gradients import LocalGradients, add_local_gradients
 from pipeworker.worker.stage.microbatch import Arrived, Gradients, MicroBatch, pass_boundary
 from pipeworker.worker.stage.offload import Copies, Offload
-from pipeworker.worker.stage.rarely import is_checked
 from pipeworker.worker.stage.recompute import Buffers
 from pipeworker.worker.stage.saved_buffers import SavedBuffers
 from pipeworker.worker.stage.shared_buffers import SharedBuffers
@@ -31,6 +30,7 @@ from pipeworker.worker.stage.values import (
     checksums,
     describe,
     distinct_tensors,
+    is_checked,
     map_tensors,
     versions,
 )

@@ -82,6 +82,15 @@ def _listed(items: list[str]) -> str:
     return ", ".join([*items[:_MOST_SHOWN], *more])
 
 
+def is_checked(number: int, first: int = 1) -> bool:
+    """Return whether values are compared at the event of a number, counted from 1.
+
+    They are at the `first` ones, because nearly every mistake shows there, and of the others at
+    those whose number is a power of two, because a mistake may begin late.
+    """
+    return number <= first or number & (number - 1) == 0
+
+
 def checksums(value: Any) -> tuple[int, ...]:
     """Return the :func:`checksum` of each distinct dense tensor of a value."""
     dense = filter(is_dense, distinct_tensors(value))

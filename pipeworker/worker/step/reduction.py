@@ -21,10 +21,9 @@ from torch import nn
 
 from pipeworker.errors import ReplicasDiffer, SnapshotLost, UsageError
 from pipeworker.worker.internals import buffers_of, version_of
-from pipeworker.worker.stage.rarely import is_checked
 from pipeworker.worker.stage.slots import Slot
 from pipeworker.worker.stage.stage import Stage
-from pipeworker.worker.stage.values import bits_of, checksum, checksums, is_dense
+from pipeworker.worker.stage.values import bits_of, checksum, checksums, is_checked, is_dense
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.update.replicas import Gradients, Piece, Weights
 
