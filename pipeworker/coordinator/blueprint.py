@@ -288,16 +288,12 @@ class Blueprint:
 
     def commit(self, written: Writing) -> Commit:
         """Return the request to complete a checkpoint that all of its ranks have written."""
-        state, names = written.state, self.names
+        names = self.names
         return Commit(
-            state.step,
-            state.scaler,
+            written.state,
             tuple(tuple(map(names.of_numbered, tie.names)) for tie in self.ties),
             names.prefixes,
             tuple(file for rank in sorted(written.files) for file in written.files[rank]),
-            state.evaluation,
-            state.epoch,
-            state.evaluation_due,
         )
 
     @property

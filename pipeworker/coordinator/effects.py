@@ -62,21 +62,32 @@ class MakePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
-    """A request to complete the checkpoint of `step`, whose parts have all been written.
+class JobState:
+    """The coordinator's own part of a snapshot or checkpoint, after `step`.
 
-    `ties` and `layers` are names; the evaluation is that of this very step, and may still be due;
-    `epoch` is the number of epochs that a user's own loop has ended.
+    Attributes:
+        epoch: the epochs that a user's own loop has ended.
+        evaluation_due: whether the job was stopped before the evaluation pass of the step ended.
     """
 
     step: int
     scaler: LossScaler | None = None
-    ties: tuple[tuple[str, ...], ...] = ()
-    layers: tuple[str, ...] = ()
-    files: tuple[CheckpointFile, ...] = ()
     evaluation: Evaluation | None = None
     epoch: int = 0
     evaluation_due: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A request to complete the checkpoint of a state, whose parts have all been written.
+
+    `ties` and `layers` are names.
+    """
+
+    state: JobState
+    ties: tuple[tuple[str, ...], ...] = ()
+    layers: tuple[str, ...] = ()
+    files: tuple[CheckpointFile, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 from typing_extensions import assert_never
 
 from pipeworker.coordinator import events
-from pipeworker.coordinator.effects import Discard, Dropped, Effect, Log, Send, Withdraw
+from pipeworker.coordinator.effects import Discard, Dropped, Effect, JobState, Log, Send, Withdraw
 from pipeworker.coordinator.ending import JobEnd, Lost, Status
 from pipeworker.coordinator.events import Event, MessageReceived
 from pipeworker.coordinator.generation import Generation
@@ -21,7 +21,7 @@ from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.report import describe, with_location
 from pipeworker.coordinator.restart_policy import ElasticPolicy, RestartPolicy
 from pipeworker.coordinator.steps.progress import Progress, Start
-from pipeworker.coordinator.steps.snapshots import JobState, Snapshots, snapshot_line
+from pipeworker.coordinator.steps.snapshots import Snapshots, snapshot_line
 from pipeworker.coordinator.waiting import BEFORE_STEPS, State
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position

@@ -19,6 +19,7 @@ import zmq
 from typing_extensions import assert_never
 
 from pipeworker.coordinator import effects, events
+from pipeworker.coordinator.effects import JobState
 from pipeworker.coordinator.ending import Status
 from pipeworker.coordinator.io import result_thread
 from pipeworker.coordinator.io.files import LogFile, RunFiles, record_error
@@ -28,7 +29,6 @@ from pipeworker.coordinator.io.workers import WorkerConnections
 from pipeworker.coordinator.job import Job
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.steps.progress import Start
-from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.environment import timings
 from pipeworker.errors import PipeworkerError, UnreadableFile, UsageError
 from pipeworker.facts.layer_facts import NetworkFacts

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipeworker.coordinator.effects import WritePlan
+from pipeworker.coordinator.effects import JobState, WritePlan
 from pipeworker.coordinator.steps.progress import Start
-from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.facts.position import Phase, Position
 from pipeworker.facts.step import Batch
 from pipeworker.plan.text import parse

@@ -129,19 +129,18 @@ class RunFiles:
 
         `CheckpointEnded` reports its path, or why it cannot be completed.
         """
-        step, checkpoints, all_rows = commit.step, self.run_dir.checkpoints, [*self._rows.values()]
-        scaler = dataclasses.asdict(commit.scaler) if commit.scaler else None
-        evaluation = commit.evaluation
+        checkpoints, all_rows = self.run_dir.checkpoints, [*self._rows.values()]
+        state, step, evaluation = commit.state, commit.state.step, commit.state.evaluation
         manifest = Manifest(
-            commit.step,
+            step,
             stages,
             LayerNames(commit.layers),
             commit.files,
             commit.ties,
-            scaler,
+            dataclasses.asdict(state.scaler) if state.scaler else None,
             {"step": evaluation.step, **evaluation.row()} if evaluation else None,
-            commit.epoch,
-            commit.evaluation_due,
+            state.epoch,
+            state.evaluation_due,
         )
         left: list[Path] = []
 

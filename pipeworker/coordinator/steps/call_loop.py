@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from pipeworker.coordinator.effects import JobState
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.steps.loop import BaseLoop, Due, FileLoop, content_of
 from pipeworker.coordinator.steps.progress import Progress
-from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.step import Evaluation
 from pipeworker.job.options import Options

@@ -6,9 +6,9 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pipeworker.coordinator.effects import JobState
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.steps.evaluations import Evaluations
-from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.coordinator.steps.speed import SpeedMeter
 from pipeworker.facts.criterion import Criterion
 from pipeworker.facts.layer_facts import LayerFacts, NetworkFacts

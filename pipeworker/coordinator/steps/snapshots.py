@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from pipeworker.coordinator.effects import JobState
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.facts.checkpoint_file import CheckpointFile
-from pipeworker.facts.step import Evaluation
 from pipeworker.wire import lines
 from pipeworker.wire.messages.checkpoint import Restore, Saved
 from pipeworker.wire.messages.step import StepDone
@@ -33,22 +33,6 @@ LACKED_MEMORY = (
     "snapshots: too little memory is available for them; use more memory, or a shorter "
     "--checkpoint-every, because a loss repeats the steps since the last checkpoint"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class JobState:
-    """The coordinator's own part of a snapshot or checkpoint, after `step`.
-
-    Attributes:
-        epoch: the epochs that a user's own loop has ended.
-        evaluation_due: whether the job was stopped before the evaluation pass of the step ended.
-    """
-
-    step: int
-    scaler: LossScaler | None = None
-    evaluation: Evaluation | None = None
-    epoch: int = 0
-    evaluation_due: bool = False
 
 
 @dataclass(slots=True)

@@ -87,7 +87,7 @@ def test_without_a_fault_every_step_is_done(
     assert (script.ended.status, script.ended.steps) == ("done", life.steps)
     assert script.ended.causes == ()
     assert rows(world) == life.rows
-    assert of(script.effects, Commit)[-1].step == life.steps
+    assert of(script.effects, Commit)[-1].state.step == life.steps
     for worker in world.workers:
         assert worker.received[-1] == Advance(Finish())
     world.check_replay()
@@ -123,7 +123,7 @@ def test_every_step_is_recorded_once_whichever_worker_is_lost(
     assert (script.ended.status, script.ended.steps) == ("done", life.steps)
     assert rows(world) == life.rows
     assert evaluations(world) == life.evaluations
-    assert of(script.effects, Commit)[-1].step == life.steps
+    assert of(script.effects, Commit)[-1].state.step == life.steps
     world.check_replay()
 
 
@@ -183,13 +183,16 @@ def test_a_checkpoint_changes_no_other_result(life: Life, moment: int, order: li
     *_, final = of(plain.script.effects, Commit)
     *more, end = of(saving.script.effects, Commit)
     if life.calls:  # it lacks an evaluation that an own loop makes afterwards
-        end, final = (dataclasses.replace(commit, evaluation=None) for commit in (end, final))
+        end, final = (
+            dataclasses.replace(commit, state=dataclasses.replace(commit.state, evaluation=None))
+            for commit in (end, final)
+        )
     assert end == final
     if life.calls or life.options["checkpoint_every"]:
         return
-    assert [commit.step for commit in more] in ([], [before], [before + 1])
+    assert [commit.state.step for commit in more] in ([], [before], [before + 1])
     if not more:  # the requested one is the last one
-        assert over or last or final.step - before <= 1
+        assert over or last or final.state.step - before <= 1
 
 
 @settings(max_examples=draws(25), deadline=None)

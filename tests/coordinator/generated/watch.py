@@ -85,9 +85,9 @@ class Watch:
                     assert peer not in self.joined
                     self.joined[peer] = self.hello
                     self.updated = restore.step if restore else 0
-                case Commit():
-                    assert self.parts.pop(effect.step) == self.ranks
-                    self.completing.add(effect.step)
+                case Commit(state):
+                    assert self.parts.pop(state.step) == self.ranks
+                    self.completing.add(state.step)
                 case Restart():
                     self._restart(effect, ranks)
         self._verdict(effects)

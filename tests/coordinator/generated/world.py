@@ -92,8 +92,8 @@ class World:
         self.watch.after(effects, len(self.script.ranks))
         for effect in effects:
             match effect:
-                case Commit():
-                    self.commits.append(effect.step)
+                case Commit(state):
+                    self.commits.append(state.step)
                 case Send(peer, message, _):
                     if isinstance(message, Welcome) and message.restore:
                         self._check_complete(message.restore)

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import pytest
 
-from pipeworker.coordinator.effects import Commit
+from pipeworker.coordinator.effects import Commit, JobState
 from pipeworker.coordinator.events import CheckpointEnded, EffectFailed, Event
 from pipeworker.coordinator.io.files import RunFiles
 from pipeworker.coordinator.io.parent import ParentProcess
@@ -33,7 +33,7 @@ from pipeworker.record.rundir import RunDir
 from pipeworker.wire.lines import Configuration, FromCoordinator, Snapshot, Verdict, Warned
 
 OPTIONS = Options("job.py", 2, 8)
-COMMIT = Commit(3, None, (), ("0",), (), None)
+COMMIT = Commit(JobState(3), (), ("0",), ())
 DONE = Verdict("done", 0, 3, 1.0, (0, 0), 0.5, None)
 
 
@@ -134,7 +134,7 @@ def finish(files: RunFiles) -> None:
 
 def commit(files: RunFiles, handled: list[Event], step: int = 3) -> CheckpointEnded:
     """Commit a checkpoint and return the event of its end."""
-    files.commit(replace(COMMIT, step=step), 2)
+    files.commit(replace(COMMIT, state=JobState(step)), 2)
     finish(files)
     (ended,) = [event for event in handled if isinstance(event, CheckpointEnded)]
     handled.clear()
@@ -268,7 +268,7 @@ def test_a_job_continues_while_an_old_checkpoint_is_removed_and_ends_after_it(
     for step in (1, 2, 3):
         run_dir.checkpoints.at(step).mkdir()
     run_dir.checkpoints.partial(4).mkdir()
-    files.commit(replace(COMMIT, step=4), 2)
+    files.commit(replace(COMMIT, state=JobState(4)), 2)
     handle_until(files, lambda: handled)
     assert slow.begun.wait(60)
     files.add_step(result(5))

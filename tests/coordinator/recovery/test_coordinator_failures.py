@@ -6,12 +6,11 @@ import dataclasses
 
 import pytest
 
-from pipeworker.coordinator.effects import Log, Withdraw
+from pipeworker.coordinator.effects import JobState, Log, Withdraw
 from pipeworker.coordinator.ending import JobEnd, Lost
 from pipeworker.coordinator.events import Disconnected
 from pipeworker.coordinator.roster import JOIN_FACTOR
 from pipeworker.coordinator.steps.progress import Start
-from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.coordinator.waiting import State
 from pipeworker.errors import AGAIN
 from pipeworker.facts.failure import Cause, Failure

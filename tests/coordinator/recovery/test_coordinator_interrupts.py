@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeworker.coordinator.effects import Effect, Send
+from pipeworker.coordinator.effects import Effect, JobState, Send
 from pipeworker.coordinator.steps.progress import Start
-from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.coordinator.waiting import State
 from pipeworker.facts.position import Phase, Position
 from pipeworker.wire.lines import Restart, Verdict, Warned

@@ -7,11 +7,10 @@ import math
 
 import pytest
 
-from pipeworker.coordinator.effects import Discard, Dropped, Effect, Send
+from pipeworker.coordinator.effects import Discard, Dropped, Effect, JobState, Send
 from pipeworker.coordinator.events import Moved
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.steps.progress import Start
-from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.coordinator.waiting import State
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position

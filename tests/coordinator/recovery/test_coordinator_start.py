@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from pipeworker.coordinator.effects import Commit, Log, Send
+from pipeworker.coordinator.effects import Commit, JobState, Log, Send
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.steps.progress import Start
-from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.coordinator.waiting import State
 from pipeworker.facts.failure import Cause
 from pipeworker.facts.step import Evaluation
@@ -49,7 +48,7 @@ def test_a_run_resumes_after_its_checkpoint() -> None:
     assert (run.step, run.last) == (8, False)
     job.step(8)
     assert [advance.next for advance in saves(job.step(9))]
-    assert [written.step for written in of(job.saved(), Commit)] == [9]
+    assert [written.state.step for written in of(job.saved(), Commit)] == [9]
     job.checkpoint_committed()
     assert (job.ended.status, job.ended.steps) == ("done", 9)
     assert job.rows == [8, 9]

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipeworker.coordinator.effects import Commit
+from pipeworker.coordinator.effects import Commit, JobState
 from pipeworker.coordinator.steps.evaluations import Evaluations
 from pipeworker.coordinator.steps.progress import Start
-from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.coordinator.waiting import State
 from pipeworker.facts.criterion import Criterion
 from pipeworker.facts.step import Evaluation
@@ -47,8 +46,8 @@ def test_each_better_evaluation_and_the_end_are_saved(
 ) -> None:
     job = make(2, evaluate_every=1, steps=7, best=best, snapshot_every=50).running()
     train(job, {1: 0.5, 2: 0.7, 3: math.nan, 4: 0.4, 5: 0.4, 6: 0.3, 7: 0.35})
-    assert [written.step for written in of(job.effects, Commit)] == saved
-    assert all(written.evaluation for written in of(job.effects, Commit))
+    assert [written.state.step for written in of(job.effects, Commit)] == saved
+    assert all(written.state.evaluation for written in of(job.effects, Commit))
     assert job.ended.status == "done"
 
 
@@ -69,7 +68,7 @@ def test_one_that_a_loss_interrupted_is_written_by_the_next_workers() -> None:
     job.step(2)
     (written,) = job.saved(1)
     assert isinstance(written, Commit)
-    assert written.evaluation == evaluation_of(1)
+    assert written.state.evaluation == evaluation_of(1)
 
 
 def lossy(*, loses: bool) -> ScriptedJob:
@@ -89,9 +88,9 @@ def lossy(*, loses: bool) -> ScriptedJob:
 
 
 def test_after_a_loss_the_best_of_those_that_exist_counts() -> None:
-    assert [written.step for written in of(lossy(loses=False).effects, Commit)] == [1, 2]
+    assert [written.state.step for written in of(lossy(loses=False).effects, Commit)] == [1, 2]
     assert 3 not in lossy(loses=True).saves_requested(0)
-    assert [written.step for written in of(lossy(loses=True).effects, Commit)][-2:] == [4, 5]
+    assert [written.state.step for written in of(lossy(loses=True).effects, Commit)][-2:] == [4, 5]
 
 
 def test_after_a_full_disk_the_best_of_those_that_exist_counts() -> None:
@@ -120,7 +119,7 @@ def test_a_later_coordinator_knows_the_earlier_evaluations() -> None:
     assert of(job.effects, Evaluation) == []  # recorded before
     (written,) = job.saved(2)
     assert isinstance(written, Commit)
-    assert written.evaluation == passes[1]
+    assert written.state.evaluation == passes[1]
     assert job.saves_requested(0) == [2]
 
 
@@ -159,7 +158,7 @@ def test_an_evaluation_before_the_first_step_may_be_the_best() -> None:
     assert job.saved() == [commit(0, evaluation=evaluation_of(0, 0.1))]
     job.checkpoint_committed()
     train(job, {1: 0.5, 2: 0.2})
-    assert [written.step for written in of(job.effects, Commit)] == [0, 2]
+    assert [written.state.step for written in of(job.effects, Commit)] == [0, 2]
     assert job.ended.status == "done"
 
 
@@ -182,7 +181,7 @@ def test_so_many_evaluations_without_a_better_one_end_the_job(
     train(job, dict(enumerate(losses, 1)))
     assert (job.ended.status, job.ended.steps) == ("done", len(losses))
     assert job.ended.stopped_early == (f"{text} (--patience 2)" if text else "")
-    assert of(job.effects, Commit)[-1].step == len(losses)
+    assert of(job.effects, Commit)[-1].state.step == len(losses)
 
 
 def test_a_run_that_is_resumed_counts_its_earlier_evaluations() -> None:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipeworker.coordinator.effects import Commit, Effect
+from pipeworker.coordinator.effects import Commit, Effect, JobState
 from pipeworker.coordinator.steps.progress import Start
-from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.coordinator.waiting import State
 from pipeworker.facts.step import Evaluation
 from pipeworker.wire.lines import Warned
@@ -47,7 +46,8 @@ def interrupted_after(job: ScriptedJob, effects: list[Effect], update: Update | 
     (note,) = [effect.text for effect in of(effects, Warned)]
     assert note == "the evaluation after step 1 is not complete; --resume begins with it"
     (written,) = job.saved()
-    assert written == dataclasses.replace(commit(1), evaluation_due=True)
+    due = dataclasses.replace(commit(1).state, evaluation_due=True)
+    assert written == dataclasses.replace(commit(1), state=due)
     job.checkpoint_committed()
     assert (job.ended.status, job.ended.exit_status) == ("interrupted", 130)
     assert of(job.effects, Evaluation) == []

@@ -105,7 +105,7 @@ def test_a_checkpoint_that_is_older_than_the_end_of_an_epoch_is_written_again() 
         job.checkpointed()
         job.called(CallKind.END_EPOCH)
     assert saves(closed(job)) == [Advance(Save(1))] * 2
-    assert [commit.epoch for commit in of(job.effects, Commit)] == [0, 1, 2]
+    assert [commit.state.epoch for commit in of(job.effects, Commit)] == [0, 1, 2]
 
 
 def test_the_epoch_is_loaded_with_its_checkpoint() -> None:

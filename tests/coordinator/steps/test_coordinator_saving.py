@@ -156,8 +156,8 @@ def test_every_so_many_steps(evaluate: int | None) -> None:
             job.evaluated(step)
         if job.saves_requested(0)[-1:] == [step]:
             job.checkpointed()
-    assert [done.step for done in of(job.effects, Commit)] == [2, 4, 5]
-    assert [done.evaluation is not None for done in of(job.effects, Commit)] == [
+    assert [done.state.step for done in of(job.effects, Commit)] == [2, 4, 5]
+    assert [done.state.evaluation is not None for done in of(job.effects, Commit)] == [
         *([bool(evaluate)] * 2),
         False,
     ]
@@ -189,7 +189,7 @@ def saved_steps(minutes: float, **options: Any) -> list[int]:
         job.step(step)
         if job.saves_requested(0)[-1:] == [step]:
             job.checkpointed()
-    return [commit.step for commit in of(job.effects, Commit)]
+    return [commit.state.step for commit in of(job.effects, Commit)]
 
 
 def test_the_interval_starts_when_a_checkpoint_begins() -> None:

@@ -148,7 +148,7 @@ def test_a_blocking_checkpoint_that_fails_is_retried(where: str, begin: object) 
     assert rest[0] == warned(step, RETRYING)
     assert [send.message for send in of(rest, Send)] == [Advance(advance.next)] * 2
     assert job.state() is State.SAVING
-    assert [done.step for done in of(job.saved(), Commit)] == [step]
+    assert [done.state.step for done in of(job.saved(), Commit)] == [step]
     job.checkpoint_committed()
     assert job.state() is not State.SAVING
     assert of(job.effects, Warned) == [warned(step, RETRYING)]

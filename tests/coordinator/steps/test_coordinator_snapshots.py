@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pipeworker.coordinator.effects import Send
+from pipeworker.coordinator.effects import JobState, Send
 from pipeworker.coordinator.events import ParentReads
-from pipeworker.coordinator.steps.snapshots import BUDGET, LACKED_MEMORY, JobState, Snapshots
+from pipeworker.coordinator.steps.snapshots import BUDGET, LACKED_MEMORY, Snapshots
 from pipeworker.coordinator.waiting import State
 from pipeworker.wire.lines import Snapshot, Warned
 from pipeworker.wire.messages.checkpoint import Copy, Restore, Save, Saved

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TypeVar
 
-from pipeworker.coordinator.effects import Commit, Effect, MakePlan, Send
+from pipeworker.coordinator.effects import Commit, Effect, JobState, MakePlan, Send
 from pipeworker.coordinator.events import (
     CheckpointEnded,
     Event,
@@ -67,7 +67,7 @@ def commit(
 ) -> Commit:
     """Return the Commit of a job of the usual layers."""
     names = tuple(map(str, range(len(LAYERS))))
-    return Commit(step, scaler, layers=names, evaluation=evaluation)
+    return Commit(JobState(step, scaler, evaluation), layers=names)
 
 
 def evaluation_of(step: int, loss: float = 0.5) -> Evaluation:
@@ -194,12 +194,12 @@ class ScriptedJob:
 
     def checkpoint_committed(self, step: int | None = None) -> list[Effect]:
         """Complete the checkpoint of `step`, or of the last Commit."""
-        step = of(self.effects, Commit)[-1].step if step is None else step
+        step = of(self.effects, Commit)[-1].state.step if step is None else step
         return self.handle(CheckpointEnded(step, f"checkpoints/{step}"))
 
     def checkpoint_failed(self, text: str = "no space left") -> list[Effect]:
         """Fail the checkpoint of the last Commit."""
-        return self.handle(CheckpointEnded(of(self.effects, Commit)[-1].step, error=text))
+        return self.handle(CheckpointEnded(of(self.effects, Commit)[-1].state.step, error=text))
 
     # The usual course, in pieces.
 
