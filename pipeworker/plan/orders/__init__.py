@@ -35,12 +35,11 @@ from pipeworker.plan import text
 from pipeworker.plan.actions import Action
 from pipeworker.plan.connect import connect
 from pipeworker.plan.frozen import without_backwards
+from pipeworker.plan.orders.building_block import v_half, v_min
 from pipeworker.plan.orders.dualpipev import dualpipev
 from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.orders.interleaved_1f1b import interleaved_1f1b
 from pipeworker.plan.orders.one_f_one_b import one_f_one_b
-from pipeworker.plan.orders.v_half import v_half
-from pipeworker.plan.orders.v_min import v_min
 from pipeworker.plan.orders.zb_h1 import zb_h1
 from pipeworker.plan.orders.zbv import zbv
 from pipeworker.plan.placement import Placement
