@@ -44,25 +44,12 @@ from pipeworker.trace.recorder import record_unfinished
 from pipeworker.trace.ring import Ring
 from pipeworker.wire import lines
 from pipeworker.wire.interfaces import connection_error
-from pipeworker.wire.lines import (
-    AgentHello,
-    CannotStart,
-    Fork,
-    Forked,
-    FromAgent,
-    Interrupt,
-    KeepAlive,
-    SaveRequest,
-    Starting,
-    ToAgent,
-    WorkerExited,
-)
 from pipeworker.wire.sockets import WORKER_NEEDS
 
-_NOTIFICATIONS: dict[int, FromAgent] = {
-    signal.SIGINT: Interrupt(),
-    signal.SIGTERM: Interrupt(),
-    signal.SIGUSR1: SaveRequest(),
+_NOTIFICATIONS: dict[int, lines.FromAgent] = {
+    signal.SIGINT: lines.Interrupt(),
+    signal.SIGTERM: lines.Interrupt(),
+    signal.SIGUSR1: lines.SaveRequest(),
 }
 
 _KEEP_SECONDS = 3600.0
@@ -81,10 +68,10 @@ class Agent:
         self._kept_at = 0.0
         """When :attr:`_sockets` was last made new."""
         self._remote, self._notifications = remote, _NOTIFICATIONS if remote else {}
-        self._workers: dict[int, tuple[Fork, Tracker, Ring]] = {}  # by pid
+        self._workers: dict[int, tuple[lines.Fork, Tracker, Ring]] = {}  # by pid
         self._memories: dict[int, list[SnapshotMemory]] = {}  # by rank
         self._readers = DataReaders(watcher, self._run_reader)
-        self._input: lines.Buffer[ToAgent] = lines.Buffer(ToAgent)
+        self._input: lines.Buffer[lines.ToAgent] = lines.Buffer(lines.ToAgent)
         self._signals = SignalSocket([signal.SIGCHLD, *self._notifications])
 
     def serve(self) -> None:
@@ -97,7 +84,7 @@ class Agent:
             selector.register(self._readers, selectors.EVENT_READ)
             clock = SuspendAwareClock(timings().ping)
             received_at, timeout = clock.now(), 0.0  # none until the launcher sends it
-            _send(KeepAlive(timeout))
+            _send(lines.KeepAlive(timeout))
             while True:
                 now = clock.now()  # before reading: it may be suspended with input unread
                 if now - self._kept_at > _KEEP_SECONDS:
@@ -109,9 +96,9 @@ class Agent:
                     received_at = clock.now()
                     for event in self._input.feed(data):
                         match event:
-                            case Fork():
+                            case lines.Fork():
                                 self.fork(event)
-                            case KeepAlive():
+                            case lines.KeepAlive():
                                 timeout = event.timeout
                             case _:
                                 assert_never(event)
@@ -129,13 +116,13 @@ class Agent:
                 if self._readers.fileno() in ready:
                     self._readers.start_requested()
                 if timeout:
-                    _send(KeepAlive(timeout))
+                    _send(lines.KeepAlive(timeout))
         self._kill_all()
         self._readers.kill_all()
         self._watcher.resume()
         self._signals.close()
 
-    def fork(self, request: Fork) -> None:
+    def fork(self, request: lines.Fork) -> None:
         """Start a worker; kill those of earlier generations first."""
         self._kill_earlier(request.generation)
         keep_sockets_folder(self._sockets)
@@ -164,15 +151,20 @@ class Agent:
             link.close()
         self._watcher.add(pid)
         self._workers[pid] = request, tracker, ring
-        _send(Forked(request.rank, request.generation, pid))
+        _send(lines.Forked(request.rank, request.generation, pid))
 
-    def _cannot_start(self, request: Fork, error: OSError) -> CannotStart:
+    def _cannot_start(self, request: lines.Fork, error: OSError) -> lines.CannotStart:
         where = f" on {socket.gethostname()}" if self._remote else ""
         text = f"cannot start the worker of rank {request.rank}{where}: {error.strerror}"
-        return CannotStart(request.rank, request.generation, text)
+        return lines.CannotStart(request.rank, request.generation, text)
 
     def _become_worker(
-        self, parent: int, request: Fork, tracker: Tracker, ring: Ring, link: ReaderLink | None
+        self,
+        parent: int,
+        request: lines.Fork,
+        tracker: Tracker,
+        ring: Ring,
+        link: ReaderLink | None,
     ) -> None:
         """Run the worker in the forked child; never return."""
         status = 1
@@ -185,7 +177,7 @@ class Agent:
                 _send(self._cannot_start(request, error))
                 return
             if self._remote and (reason := unreachable_reason(request)):
-                _send(CannotStart(request.rank, request.generation, reason))
+                _send(lines.CannotStart(request.rank, request.generation, reason))
                 return
             self._leave(parent)
 
@@ -254,7 +246,7 @@ class Agent:
                 record_unfinished(ring)
                 ring.close()
                 code = os.waitstatus_to_exitcode(wait_status)
-                _send(WorkerExited(request.rank, request.generation, code, position))
+                _send(lines.WorkerExited(request.rank, request.generation, code, position))
 
     def _kill_all(self) -> None:
         for pid in self._workers:
@@ -267,7 +259,7 @@ class Agent:
             self._watcher.remove(pid)
 
 
-def unreachable_reason(request: Fork) -> str:
+def unreachable_reason(request: lines.Fork) -> str:
     """Return why this host cannot reach the coordinator, or "".
 
     Only the host's first worker of the first generation checks: later, the network may recover.
@@ -282,13 +274,13 @@ def unreachable_reason(request: Fork) -> str:
     )
 
 
-def _send(event: FromAgent) -> None:
+def _send(event: lines.FromAgent) -> None:
     """Send an event to the launcher; if that is gone, standard input ends too."""
     with contextlib.suppress(BrokenPipeError):
         os.write(1, lines.encode(event))
 
 
-def _agent_hello(job: str, run: str, variable: str) -> AgentHello:
+def _agent_hello(job: str, run: str, variable: str) -> lines.AgentHello:
     """Return the introduction of this host.
 
     `job` and `run` are the paths of the job file and ``run.json``; the environment's `variable`
@@ -296,7 +288,7 @@ def _agent_hello(job: str, run: str, variable: str) -> AgentHello:
     """
     found = {name: version or "" for name, version in versions().items()}
     address = "".join(os.environ.get(variable, "").split()[:1])
-    return AgentHello(
+    return lines.AgentHello(
         **found, caller=address, job=file_digest(Path(job)), run=file_digest(Path(run))
     )
 
@@ -318,7 +310,7 @@ def main() -> int:
     die_with_parent(parent)  # until it can watch its input
     if has_ended(0):  # the parent has ended before that: importing torch may take long
         return 0
-    with reported_progress(lambda seconds: _send(Starting(seconds))):
+    with reported_progress(lambda seconds: _send(lines.Starting(seconds))):
         # For its effect, and by name: a linter removes an import that nothing refers to.
         for name in ("process", "model.survey_process", "data.reader_process"):
             importlib.import_module(f"pipeworker.worker.{name}")

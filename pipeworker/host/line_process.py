@@ -12,18 +12,9 @@ from typing import IO, Any, Generic, TypeVar
 from pipeworker.errors import PipeworkerError
 from pipeworker.host.lifetime import command
 from pipeworker.wire import lines
-from pipeworker.wire.lines import (
-    FromAgent,
-    FromCoordinator,
-    FromHooks,
-    Line,
-    ToAgent,
-    ToCoordinator,
-    ToHooks,
-)
 
-Sent = TypeVar("Sent", bound=Line)
-Received = TypeVar("Received", bound=Line)
+Sent = TypeVar("Sent", bound=lines.Line)
+Received = TypeVar("Received", bound=lines.Line)
 
 
 class LineProcess(Generic[Sent, Received]):
@@ -106,22 +97,22 @@ class LineProcess(Generic[Sent, Received]):
         return code
 
 
-def start_coordinator() -> LineProcess[ToCoordinator, FromCoordinator]:
+def start_coordinator() -> LineProcess[lines.ToCoordinator, lines.FromCoordinator]:
     """Start a coordinator, which waits for its configuration."""
     name = "pipeworker.coordinator.service"
-    return LineProcess(name, command(name), FromCoordinator)
+    return LineProcess(name, command(name), lines.FromCoordinator)
 
 
 def start_agent(
     line: Sequence[str] = (), errors: IO[Any] | None = None
-) -> LineProcess[ToAgent, FromAgent]:
+) -> LineProcess[lines.ToAgent, lines.FromAgent]:
     """Start an agent here, or by the command `line` on another host."""
     name = "pipeworker.host.agent"
     called = line[0] if line else name
-    return LineProcess(called, line or command(name), FromAgent, errors)
+    return LineProcess(called, line or command(name), lines.FromAgent, errors)
 
 
-def start_hooks() -> LineProcess[ToHooks, FromHooks]:
+def start_hooks() -> LineProcess[lines.ToHooks, lines.FromHooks]:
     """Start the process that calls a job's hooks, which waits for its setup."""
     name = "pipeworker.worker.hooks"
-    return LineProcess(name, command(name), FromHooks)
+    return LineProcess(name, command(name), lines.FromHooks)
