@@ -33,6 +33,7 @@ from pipeworker.record.rundir import RunDir
 from pipeworker.worker import kernel_cache, stray_children
 from pipeworker.worker.blame import failure_of, message_of
 from pipeworker.worker.console import detach_terminal, redirect_output
+from pipeworker.worker.data import reader_requests as requests
 from pipeworker.worker.data.generators import (
     Generators,
     generator_states,
@@ -41,22 +42,6 @@ from pipeworker.worker.data.generators import (
 )
 from pipeworker.worker.data.packing import CannotPass, Packed, receive
 from pipeworker.worker.data.reader import MicroBatches, Reader, reader_options
-from pipeworker.worker.data.reader_requests import (
-    Began,
-    Begin,
-    End,
-    Item,
-    Length,
-    Next,
-    Peek,
-    Place,
-    Position,
-    ReadingFailed,
-    Request,
-    Setup,
-    Unfit,
-    place_of,
-)
 from pipeworker.worker.device import numerics
 from pipeworker.worker.signals import handle_signals
 from pipeworker.worker.stage import rng
@@ -80,8 +65,8 @@ class Reply:
     """
 
     packed: Packed
-    before: Place | None = None
-    after: Place | None = None
+    before: requests.Place | None = None
+    after: requests.Place | None = None
     is_last: bool = True
     status: int | None = None
 
@@ -121,7 +106,7 @@ class Replies:
         self._sent += not reply.is_last
         return reply
 
-    def seek(self, place: Place) -> bool:
+    def seek(self, place: requests.Place) -> bool:
         """Continue at a place; return whether the mini-batch after it is kept."""
         for number, reply in enumerate(self._kept):
             if place in (reply.before, reply.after):
@@ -129,7 +114,7 @@ class Replies:
                 return True
         return False
 
-    def drop_before(self, place: Place) -> None:
+    def drop_before(self, place: requests.Place) -> None:
         """Drop what the worker was sent and lies before a place."""
         while self._sent and (after := self._kept[0].after) and after <= place:
             self._drop_oldest()
@@ -161,7 +146,7 @@ class _Job:
     patience: float
 
     @staticmethod
-    def load(setup: Setup) -> _Job:
+    def load(setup: requests.Setup) -> _Job:
         kernel_cache.keep_private()
         options = Options.from_json(setup.options)
         run_dir = RunDir.open(Path(setup.run_dir))
@@ -178,22 +163,24 @@ class _Job:
         reader = Reader(file.data, lends=(True, True), **found)
         return _Job(file, reader, own_generators(file.data), options.worker_timeout)
 
-    def read(self) -> Item:
+    def read(self) -> requests.Item:
         """Read the next mini-batch."""
         batches = self.reader.read()
         before = self.reader.position(prefetched=batches is not None)
         return self._item(batches, before, self.reader.position(prefetched=False))
 
-    def peek(self) -> Item:
+    def peek(self) -> requests.Item:
         """Read the first mini-batch without consuming it."""
         batches = self.reader.peek()
         start = self.reader.position(prefetched=True)
         return self._item(batches, start, start)
 
-    def _item(self, batches: MicroBatches | None, before: Position, after: Position) -> Item:
+    def _item(
+        self, batches: MicroBatches | None, before: requests.Position, after: requests.Position
+    ) -> requests.Item:
         if _uses_accelerator():
             raise CannotPass("data() computes on the accelerator")
-        return Item(batches, before, after, generator_states(self.own), self.reader.length)
+        return requests.Item(batches, before, after, generator_states(self.own), self.reader.length)
 
 
 class ReaderProcess:
@@ -217,10 +204,10 @@ class ReaderProcess:
         """Set by the first request."""
         self._first: Packed | None = None
         """The first mini-batch of the job, if it was peeked at."""
-        self._begin: Place | None = None
+        self._begin: requests.Place | None = None
         """The place at which reading began; None before."""
         self._replies = Replies()
-        self._oldest: Place = (0, 0)
+        self._oldest: requests.Place = (0, 0)
         """The place before which the worker needs nothing."""
         self._has_read = False
         self._reads_ahead = False
@@ -276,35 +263,35 @@ class ReaderProcess:
         except (EOFError, OSError):  # the worker is gone
             self._disconnect()
 
-    def _handle(self, request: Request) -> Packed | None:
+    def _handle(self, request: requests.Request) -> Packed | None:
         """Do what a worker requests; return the reply, if there is one."""
         try:
             match request:
-                case Setup():
+                case requests.Setup():
                     with self._clock.running():
                         self._job = _Job.load(request)
                         end_stray_child()
                     return None
-                case End():
+                case requests.End():
                     self._status = 0
                     return None
-                case Next():
+                case requests.Next():
                     return self._next(request)
-                case Length():
+                case requests.Length():
                     if request.replica != self._job.reader.replica:
                         return self._lost()
-                    return Packed(Began(found=True, length=self._job.reader.length))
-                case Peek():
+                    return Packed(requests.Began(found=True, length=self._job.reader.length))
+                case requests.Peek():
                     return self._peek(request)
-                case Begin():
+                case requests.Begin():
                     return self._begin_at(request)
             return assert_never(request)
         except BaseException as error:  # the worker does the same, and reports what is wrong
             end_stray_child()
             self._status = UNFIT
-            return Packed(Unfit(_text(error)))
+            return Packed(requests.Unfit(_text(error)))
 
-    def _peek(self, request: Peek) -> Packed:
+    def _peek(self, request: requests.Peek) -> Packed:
         if self._first is None:
             if self._begin is not None:
                 return self._lost()
@@ -313,9 +300,9 @@ class ReaderProcess:
                 self._first = Packed(self._job.peek())
         return self._first
 
-    def _begin_at(self, request: Begin) -> Packed:
+    def _begin_at(self, request: requests.Begin) -> Packed:
         job = self._job
-        place = (0, 0) if request.position is None else place_of(request.position)
+        place = (0, 0) if request.position is None else requests.place_of(request.position)
         if self._begin is None:
             if self._first is None:
                 restore_states(job.own, request.drawn)
@@ -325,14 +312,14 @@ class ReaderProcess:
             self._begin = place
         elif not self._replies.seek(place) and (self._has_read or place != self._begin):
             return self._lost()
-        return Packed(Began(found=True, length=job.reader.length))
+        return Packed(requests.Began(found=True, length=job.reader.length))
 
     def _lost(self) -> Packed:
         """Return the reply to a worker that needs what is no longer kept; then end."""
         self._status = 0
-        return Packed(Began(found=False))
+        return Packed(requests.Began(found=False))
 
-    def _next(self, request: Next) -> Packed:
+    def _next(self, request: requests.Next) -> Packed:
         self._oldest = request.oldest
         if not self._replies.waiting:
             self._read()
@@ -366,18 +353,18 @@ class ReaderProcess:
             item = self._job.read()
             packed = self._pack(item)
         except CannotPass as error:
-            return Reply(Packed(Unfit(str(error))), status=UNFIT)
+            return Reply(Packed(requests.Unfit(str(error))), status=UNFIT)
         except BaseException as error:
             if not self._has_read:  # it may need what model() does; else the worker reports it
-                return Reply(Packed(Unfit(_text(error))), status=UNFIT)
+                return Reply(Packed(requests.Unfit(_text(error))), status=UNFIT)
             transient = self._job.file.transient
             failure = failure_of(error, 0, WorkerPosition(Phase.READING, 0), transient=transient)
             retries = failure.cause in (Cause.TRANSIENT, Cause.LOST)
-            return Reply(Packed(ReadingFailed(failure)), status=0 if retries else None)
-        places = place_of(item.before), place_of(item.after)
+            return Reply(Packed(requests.ReadingFailed(failure)), status=0 if retries else None)
+        places = requests.place_of(item.before), requests.place_of(item.after)
         return Reply(packed, *places, is_last=item.batches is None)
 
-    def _pack(self, item: Item) -> Packed:
+    def _pack(self, item: requests.Item) -> Packed:
         try:
             return Packed(item)
         except OSError:  # no memory or descriptor is left

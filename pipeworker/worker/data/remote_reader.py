@@ -18,6 +18,7 @@ from pipeworker.host import streams
 from pipeworker.host.data_readers import ReaderLink, ReadingClock
 from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.job.signatures import with_start
+from pipeworker.worker.data import reader_requests as requests
 from pipeworker.worker.data.epoch import validate_position
 from pipeworker.worker.data.generators import (
     equal_states,
@@ -27,30 +28,13 @@ from pipeworker.worker.data.generators import (
 )
 from pipeworker.worker.data.packing import receive, send
 from pipeworker.worker.data.reader import MicroBatches, Reader
-from pipeworker.worker.data.reader_requests import (
-    Began,
-    Begin,
-    End,
-    Item,
-    Length,
-    Next,
-    Peek,
-    Place,
-    Position,
-    ReadingFailed,
-    Reply,
-    Request,
-    Setup,
-    Unfit,
-    place_of,
-)
 
 _COPIES = 3
 """A recovery begins at one of the last copies of the state, of which two may be incomplete."""
 _POLL_SECONDS = 1.0
 _END_SECONDS = 1.0
 T = TypeVar("T")
-_START: Position = {"epoch": 0, "read": 0}
+_START: requests.Position = {"epoch": 0, "read": 0}
 
 
 class ReadFailed(PipeworkerError):
@@ -86,7 +70,7 @@ class RemoteReader(Reader):
         self,
         data: Any,
         link: ReaderLink,
-        setup: Setup,
+        setup: requests.Setup,
         stall_seconds: float,
         answer_seconds: float,
         **options: Any,
@@ -104,7 +88,7 @@ class RemoteReader(Reader):
         self._has_begun = self._has_read = False
         self._before = self._after = _START
         self._remote_length = 0
-        self._copies: deque[Place] = deque(maxlen=_COPIES)
+        self._copies: deque[requests.Place] = deque(maxlen=_COPIES)
         self._left: int | None = None
         if link.living is None and is_generator(data):
             self._start_process()  # it loads the job while this worker builds the model
@@ -137,7 +121,7 @@ class RemoteReader(Reader):
         self._left = count
 
     def note_copy(self, position: Mapping[str, Any]) -> None:
-        self._copies.append(place_of(position))
+        self._copies.append(requests.place_of(position))
 
     def close(self) -> None:
         """End the process, if there is one: the job is over."""
@@ -159,7 +143,7 @@ class RemoteReader(Reader):
         if self._link.living is not None:
             self._connection, self._is_remote = self._link.living, True
             with suppress(_CannotRead):
-                began = self._ask(Length(self._setup.replica), Began)
+                began = self._ask(requests.Length(self._setup.replica), requests.Began)
                 if began.found:
                     self._remote_length = began.length
                     return True
@@ -193,32 +177,32 @@ class RemoteReader(Reader):
         if self._connection is None:
             raise _CannotRead("the process for it cannot be started")
 
-    def _begin_there(self, position: Position | None) -> None:
+    def _begin_there(self, position: requests.Position | None) -> None:
         """Have the process read from a position on.
 
         Raises:
             _CannotRead: it cannot.
         """
-        begin = Begin(position, generator_states(self._own))
+        begin = requests.Begin(position, generator_states(self._own))
         found = False
         if self._connection is self._link.living:
             with suppress(_CannotRead):
-                found = self._ask(begin, Began).found
+                found = self._ask(begin, requests.Began).found
             if not found:
                 self._start_anew()
         if not found:
-            self._remote_length = self._ask(begin, Began).length
+            self._remote_length = self._ask(begin, requests.Began).length
         self._drawn = self._drawn or begin.drawn
         self._before = self._after = position or _START
-        self._copies.append(place_of(self._after))
+        self._copies.append(requests.place_of(self._after))
         self._has_begun = True
 
     def _peek_there(self) -> MicroBatches:
-        peek = Peek(generator_states(self._own))
-        reply = self._ask(peek, (Began, Item))
-        if isinstance(reply, Began):  # the living process does not have it
+        peek = requests.Peek(generator_states(self._own))
+        reply = self._ask(peek, (requests.Began, requests.Item))
+        if isinstance(reply, requests.Began):  # the living process does not have it
             self._start_anew()
-            reply = self._ask(peek, Item)
+            reply = self._ask(peek, requests.Item)
         self._drawn = peek.drawn
         batches = self._take_over(reply)
         assert batches is not None  # empty data has raised
@@ -228,13 +212,13 @@ class RemoteReader(Reader):
         if not self._has_begun:
             self._begin_there(None)
         more = self._left is None or self._left > 1
-        item = self._ask(Next(self._copies[0], more), Item)
+        item = self._ask(requests.Next(self._copies[0], more), requests.Item)
         self._left = None if self._left is None else self._left - 1
         self._has_read = True
         self._before, self._after = item.before, item.after
         return self._take_over(item)
 
-    def _take_over(self, item: Item) -> MicroBatches | None:
+    def _take_over(self, item: requests.Item) -> MicroBatches | None:
         """Return the mini-batch; generators that reading has drawn from have their states there.
 
         The others may be drawn from in this process, as by a layer or ``before_update``.
@@ -245,7 +229,7 @@ class RemoteReader(Reader):
         self._remote_length = item.length
         return item.batches
 
-    def _read_here(self, reason: str, position: Position | None) -> None:
+    def _read_here(self, reason: str, position: requests.Position | None) -> None:
         """Read in this process from now on: from a position, or from the beginning."""
         self._is_remote, self._connection = False, None
         self._link.close()
@@ -254,7 +238,7 @@ class RemoteReader(Reader):
         if position is not None:
             super().restore(position)
 
-    def _ask(self, request: Request, kind: Any) -> Any:
+    def _ask(self, request: requests.Request, kind: Any) -> Any:
         """Send a request; return the reply, of this kind.
 
         Raises:
@@ -266,7 +250,7 @@ class RemoteReader(Reader):
             with suppress(ConnectionError):  # it has ended, and perhaps sent the reason before
                 send(connection, request)
             self._wait(connection)
-            reply: Reply = receive(connection)
+            reply: requests.Reply = receive(connection)
         except (EOFError, OSError) as error:
             # The system may lack memory or descriptors for a request or a reply.
             reason = getattr(error, "strerror", None)
@@ -282,9 +266,9 @@ class RemoteReader(Reader):
             elif (code := self._exit_code()) is not None:
                 cause, what = Cause.LOST, describe_exit(code)
             raise ReadFailed(Failure(cause, f"the process that reads data() {what}")) from None
-        if isinstance(reply, Unfit):
+        if isinstance(reply, requests.Unfit):
             raise _CannotRead(reply.reason)
-        if isinstance(reply, ReadingFailed):
+        if isinstance(reply, requests.ReadingFailed):
             raise ReadFailed(reply.failure)
         assert isinstance(reply, kind), f"{type(reply).__name__} is no reply to {request}"
         return reply
@@ -343,7 +327,7 @@ def end_reading(
     connection = connection or link.living
     if connection is not None:
         with suppress(OSError):
-            send(connection, End())
+            send(connection, requests.End())
             connection.settimeout(seconds)
             connection.recv(1)  # nothing, when the process ends
     link.close()
