@@ -37,15 +37,7 @@ from pipeworker.plan.actions import Kind
 from pipeworker.plan.figures import bytes_text, plural
 from pipeworker.plan.orders import AUTO, ORDERS, resolve
 from pipeworker.plan.partition import block
-from pipeworker.plan.planner.choices import (
-    MOST_MICROBATCHES,
-    Alternative,
-    PlanRequest,
-    alternatives,
-    fewest_workers,
-    largest_microbatches,
-    plan_request,
-)
+from pipeworker.plan.planner import choices
 from pipeworker.plan.planner.planner import whole_text
 from pipeworker.record.files.atomic_file import write_bytes
 
@@ -156,14 +148,14 @@ def plan(
         for line in _fitting(facts, request):
             click.echo(line)
         return
-    planned = plan_request(facts, request)
+    planned = choices.plan_request(facts, request)
     if as_text:
         order = resolve(planned.order, planned.virtual_stages)
         click.echo(whole_text(planned, order, planned.name), nl=False)
         return
     samples = facts.samples * planned.schedule.microbatches * options.replicas
     own = Choice.of(planned, samples)
-    others = (_choice(one, samples) for one in alternatives(facts, request))
+    others = (_choice(one, samples) for one in choices.alternatives(facts, request))
     view = PlanView.of(planned, facts, [own, *others] if not svg else [])
     if as_json:
         click.echo(json.dumps(to_json(view)))
@@ -200,7 +192,7 @@ def _measured(options: Options) -> NetworkFacts:
     return replace(found, copies=slots) if found.copies else found
 
 
-def _choice(one: Alternative, samples: int) -> Choice:
+def _choice(one: choices.Alternative, samples: int) -> Choice:
     if one.planned is not None:
         return Choice.of(one.planned, samples)
     request = one.request
@@ -209,7 +201,7 @@ def _choice(one: Alternative, samples: int) -> Choice:
     )
 
 
-def _fitting(facts: NetworkFacts, request: PlanRequest) -> Iterator[str]:
+def _fitting(facts: NetworkFacts, request: choices.PlanRequest) -> Iterator[str]:
     """Yield how large a job fits: its micro-batches have the size that was measured."""
     if text.is_text(request.schedule) or request.schedule == AUTO:
         raise UsageError(
@@ -222,16 +214,16 @@ def _fitting(facts: NetworkFacts, request: PlanRequest) -> Iterator[str]:
         return
     samples = f"{plural(facts.samples, 'sample')} a micro-batch"
     yield f"{bytes_text(min(limits))} a worker, {samples}, {request.order.name}"
-    part = largest_microbatches(facts, request)
+    part = choices.largest_microbatches(facts, request)
     count, on = part * request.replicas, f"on {plural(request.workers, 'stage')}"
     fitting = plural(count, "micro-batch")
-    if part == MOST_MICROBATCHES:
+    if part == choices.MOST_MICROBATCHES:
         yield f"{on}: {fitting} or more fit"
     elif part:
         yield f"{on}: at most {fitting}, {count * facts.samples} samples a step"
     else:
         yield f"{on}: nothing fits"
-    fewest = fewest_workers(facts, request)
+    fewest = choices.fewest_workers(facts, request)
     where = f"{plural(fewest, 'stage')} or more" if fewest else "no number of stages"
     yield f"{plural(request.microbatches, 'micro-batch')} fit on {where}"
 

@@ -22,21 +22,8 @@ from pipeworker.record.plan_file import PlanFile
 from pipeworker.record.run_record import RunRecord
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs.info import recent_rows, speeds_of
+from pipeworker.trace import causes
 from pipeworker.trace.advice import Advice, advise, measured_facts
-from pipeworker.trace.causes import (
-    COORDINATOR,
-    OTHER,
-    PARTS,
-    Breakdown,
-    MiniBatch,
-    WorkerTime,
-    breakdown,
-    costs_of,
-    mini_batches,
-    planned_breakdown,
-    schedule_of,
-    undisturbed,
-)
 from pipeworker.trace.clocks import aligned
 from pipeworker.trace.timeline import WorkerLife, read_timeline
 
@@ -93,12 +80,12 @@ class Report:
         rates: how fast it is.
     """
 
-    found: Breakdown
-    recorded: Sequence[MiniBatch]
+    found: causes.Breakdown
+    recorded: Sequence[causes.MiniBatch]
     advice: Advice
     rates: Rates
     plan: Planned | None = None
-    planned: Breakdown | None = None
+    planned: causes.Breakdown | None = None
 
 
 def report(path: Path, other: Path | None = None, *, as_json: bool = False) -> str:
@@ -137,10 +124,10 @@ def read(path: Path) -> Report | None:
 
 
 def _of_run(run_dir: RunDir, record: RunRecord, lives: Sequence[WorkerLife]) -> Report | None:
-    recorded, suspended = undisturbed(_warm(mini_batches(lives)))
+    recorded, suspended = causes.undisturbed(_warm(causes.mini_batches(lives)))
     if not recorded:
         return None
-    schedule = schedule_of(recorded[-1])
+    schedule = causes.schedule_of(recorded[-1])
     with reading(run_dir.plan):
         file = PlanFile.read(run_dir)
     ranges, facts, balance = file.ranges, file.facts, file.balance
@@ -149,12 +136,12 @@ def _of_run(run_dir: RunDir, record: RunRecord, lives: Sequence[WorkerLife]) -> 
     except UsageError as error:
         raise UnreadableFile(run_dir.run, error) from None
     # Between the steps of a user's own loop is what the user does there.
-    between = OTHER if options.own_loop else COORDINATOR
-    found = breakdown(lives, recorded, between, suspended)
+    between = causes.OTHER if options.own_loop else causes.COORDINATOR
+    found = causes.breakdown(lives, recorded, between, suspended)
     request = request_of(options)
     with reading(run_dir.metrics):
         rates = Rates.of(run_dir, facts, options)
-    costs = costs_of(recorded)
+    costs = causes.costs_of(recorded)
     if len(ranges) != schedule.placement.stages:
         advice = Advice("the plan of the run is not that of its last steps")
         return Report(found, recorded, advice, rates)
@@ -165,11 +152,11 @@ def _of_run(run_dir: RunDir, record: RunRecord, lives: Sequence[WorkerLife]) -> 
     if facts is None or not facts.measured:
         return Report(found, recorded, advice, rates)
     plan = plan_run(facts, options, balance, file.schedule)
-    planned = planned_breakdown(plan, options.accumulate)
+    planned = causes.planned_breakdown(plan, options.accumulate)
     return Report(found, recorded, advice, rates, plan, planned)
 
 
-def _warm(every: Iterable[MiniBatch]) -> list[MiniBatch]:
+def _warm(every: Iterable[causes.MiniBatch]) -> list[causes.MiniBatch]:
     """Return those of whole steps but the first of each generation, which makes memory; all if few.
 
     Those of workers that held other stages than the last ones, before a job shrank, are left out.
@@ -185,11 +172,11 @@ def _warm(every: Iterable[MiniBatch]) -> list[MiniBatch]:
     return [*chain.from_iterable(warm)] or recorded
 
 
-def _generation(one: MiniBatch) -> int:
+def _generation(one: causes.MiniBatch) -> int:
     return one.lives[0].generation
 
 
-def _held(one: MiniBatch) -> list[tuple[int, int, tuple[int, ...]]]:
+def _held(one: causes.MiniBatch) -> list[tuple[int, int, tuple[int, ...]]]:
     """Return which worker of which replica holds which stages."""
     return [(life.rank, life.replica, life.stages) for life in one.lives]
 
@@ -215,8 +202,8 @@ def _facts(made: Report) -> dict[str, Any]:
     }
 
 
-def _worker(time: WorkerTime) -> dict[str, Any]:
-    parts = {part: getattr(time, part) for part in PARTS}
+def _worker(time: causes.WorkerTime) -> dict[str, Any]:
+    parts = {part: getattr(time, part) for part in causes.PARTS}
     stages, idle = list(time.stages), dict(time.idle)
     return {"worker": time.worker, "replica": time.replica, "stages": stages, **parts, "idle": idle}
 
@@ -240,7 +227,7 @@ def _text(made: Report) -> Iterator[str]:
         yield from _table(made.planned)
 
 
-def _table(found: Breakdown) -> Sequence[str]:
+def _table(found: causes.Breakdown) -> Sequence[str]:
     shown = [name for name, seconds in found.mean.items() if seconds]
     head = ["worker", "stages", *(WORDS.get(name, name) for name in shown)]
 

@@ -4,30 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
-from pipeworker.wire.messages.plan import Described, Plan, Ready
-from pipeworker.wire.messages.presence import (
-    Abort,
-    Failed,
-    Heartbeat,
-    Hello,
-    Ping,
-    Signalled,
-    Welcome,
-)
-from pipeworker.wire.messages.profile import Measure, Measured
-from pipeworker.wire.messages.step import (
-    Call,
-    Change,
-    EndPass,
-    Evaluate,
-    EvaluationDone,
-    RunStep,
-    StepDone,
-    Upcoming,
-    Wait,
-)
-from pipeworker.wire.messages.store import StoreReply, StoreRequest
+from pipeworker.wire.messages import checkpoint, plan, presence, profile, step, store
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +12,7 @@ class Finish:
     """The job is done: leave."""
 
 
-Next = RunStep | Evaluate | Save | Wait | Finish
+Next = step.RunStep | step.Evaluate | checkpoint.Save | step.Wait | Finish
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +24,25 @@ class Advance:
     """
 
     next: Next
-    update: Change | None = None
-    copy: Copy | None = None
+    update: step.Change | None = None
+    copy: checkpoint.Copy | None = None
 
 
-_WhileJoining = Hello | Described | Measured | Ready | StoreRequest
-_WhileRunning = Upcoming | StepDone | EvaluationDone | Call | Saved
-FromWorker = _WhileJoining | _WhileRunning | Heartbeat | Failed | Signalled
-ToWorker = Welcome | Measure | Plan | Advance | EndPass | StoreReply | Ping | Abort
+_WhileJoining = presence.Hello | plan.Described | profile.Measured | plan.Ready | store.StoreRequest
+_WhileRunning = step.Upcoming | step.StepDone | step.EvaluationDone | step.Call | checkpoint.Saved
+FromWorker = (
+    _WhileJoining | _WhileRunning | presence.Heartbeat | presence.Failed | presence.Signalled
+)
+ToWorker = (
+    presence.Welcome
+    | profile.Measure
+    | plan.Plan
+    | Advance
+    | step.EndPass
+    | store.StoreReply
+    | presence.Ping
+    | presence.Abort
+)
 Message = FromWorker | ToWorker
 
 
@@ -62,4 +50,4 @@ def is_last(message: object) -> bool:
     """Return whether a message of the coordinator ends a worker."""
     if isinstance(message, Advance):
         return isinstance(message.next, Finish)
-    return isinstance(message, Abort)
+    return isinstance(message, presence.Abort)
