@@ -17,18 +17,7 @@ from pipeworker.display.text import strict
 from pipeworker.errors import RecordError
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.record.files.located import located
-from pipeworker.wire.lines import (
-    Activity,
-    Bound,
-    FromCoordinator,
-    Joined,
-    KeepAlive,
-    Planned,
-    Restart,
-    Snapshot,
-    Verdict,
-    Warned,
-)
+from pipeworker.wire import lines
 
 
 class EventDisplay(LineDisplay):
@@ -41,9 +30,9 @@ class EventDisplay(LineDisplay):
     _saved: int | None = None
     """The step of the newest checkpoint that was shown; None before the first look."""
 
-    def show(self, event: FromCoordinator) -> None:
+    def show(self, event: lines.FromCoordinator) -> None:
         match event:
-            case Planned():
+            case lines.Planned():
                 self._checkpoints()
                 self._plan = event
                 self._emit(
@@ -65,13 +54,19 @@ class EventDisplay(LineDisplay):
                 self._emit("step", **dataclasses.asdict(event))
             case Evaluation():
                 self._emit("evaluation", step=event.step, **event.row())
-            case Warned():
+            case lines.Warned():
                 self.warn(event.text, "note" if event.note else "warning")
-            case Verdict():
+            case lines.Verdict():
                 self._end(event)
-            case Restart():
+            case lines.Restart():
                 self._emit("restart", cause=event.cause, stages=event.stages)
-            case Bound() | Joined() | Snapshot() | Activity() | KeepAlive():
+            case (
+                lines.Bound()
+                | lines.Joined()
+                | lines.Snapshot()
+                | lines.Activity()
+                | lines.KeepAlive()
+            ):
                 return
             case _:
                 assert_never(event)
@@ -106,7 +101,7 @@ class EventDisplay(LineDisplay):
                     path = located(self._run_dir.checkpoints.at(step))
                     self._emit("checkpoint", step=step, path=path)
 
-    def _end(self, verdict: Verdict) -> None:
+    def _end(self, verdict: lines.Verdict) -> None:
         self.tick()
         summary = self._summary(verdict)
         step, checkpoint = summary.checkpoint or (None, None)

@@ -31,18 +31,7 @@ from pipeworker.record.checkpoint.folder import step_of
 from pipeworker.record.files.located import located
 from pipeworker.record.metrics import rows
 from pipeworker.record.rundir import RunDir
-from pipeworker.wire.lines import (
-    Activity,
-    Bound,
-    FromCoordinator,
-    Joined,
-    KeepAlive,
-    Planned,
-    Restart,
-    Snapshot,
-    Verdict,
-    Warned,
-)
+from pipeworker.wire import lines
 
 _LINE_SECONDS = 1.0
 """Between two lines of steps, and between two states of a line that the job redraws."""
@@ -73,40 +62,46 @@ class LineDisplay:
         self.lost: OSError | None = None
         self._refused = False
         self._warned: set[str] = set()
-        self._plan: Planned | None = None
+        self._plan: lines.Planned | None = None
         self._total = options.steps  # None while unknown
         self._pace = Pace(self._total)
         self._first = options.resume_step + 1
         self._delayed: StepResult | None = None  # its line is due unless another step follows
         self._last: StepResult | None = None
-        self._activity = Activity()
+        self._activity = lines.Activity()
         self._line_at = -math.inf
         self._redrawn_at: dict[str, float] = {}
         self._seconds, self._steps = 0.0, 0
 
-    def show(self, event: FromCoordinator) -> None:
+    def show(self, event: lines.FromCoordinator) -> None:
         """Show one event of the coordinator."""
         match event:
-            case Planned():
+            case lines.Planned():
                 self._planned(event)
             case StepResult():
                 self._seconds, self._steps = self._seconds + event.seconds, self._steps + 1
                 self._last = event
                 self._pace.add(event.step, self._now())
                 self._step(event)
-            case Activity():
+            case lines.Activity():
                 self._activity = event
             case Evaluation():
                 self._activity = dataclasses.replace(self._activity, evaluated=-1)
                 if self._style.log_every is None:
                     self._print_delayed()
                 self.print(evaluation_line(event))
-            case Warned():
+            case lines.Warned():
                 self.warn(event.text, "note" if event.note else "warning")
-            case Verdict():
+            case lines.Verdict():
                 self._print_delayed()
                 self.end(event)
-            case Bound() | Joined() | Restart() | Snapshot() | KeepAlive():
+            case (
+                lines.Bound()
+                | lines.Joined()
+                | lines.Restart()
+                | lines.Snapshot()
+                | lines.KeepAlive()
+            ):
                 return  # of no interest to a user
             case _:
                 assert_never(event)
@@ -115,7 +110,7 @@ class LineDisplay:
         """Show that the job is starting."""
         self.print(f"starting {plural(self._options.workers, 'worker')}")
 
-    def _planned(self, plan: Planned) -> None:
+    def _planned(self, plan: lines.Planned) -> None:
         """Show what will run, with the options that have defaults; again if the stages changed."""
         before, self._plan = self._plan, plan
         self._total = plan.steps or None
@@ -196,12 +191,12 @@ class LineDisplay:
             self._warned.add(text)
             self.write(sanitize(f"{kind}: {text}"), error=True)
 
-    def end(self, verdict: Verdict) -> None:
+    def end(self, verdict: lines.Verdict) -> None:
         """Show the final summary, and the error if there is one."""
         self.close()
-        if lines := [*self._summary(verdict).lines()]:
-            self.print("\n".join(lines))
-        shows_status = lines and not self._style.quiet
+        if summary := [*self._summary(verdict).lines()]:
+            self.print("\n".join(summary))
+        shows_status = summary and not self._style.quiet
         if verdict.job_exited:  # the job file's own message
             self.write(sanitize(verdict.error or ""), error=bool(verdict.exit_status))
         elif verdict.error:
@@ -209,7 +204,7 @@ class LineDisplay:
         elif verdict.status == "interrupted" and not shows_status:
             self.write("interrupted", error=True)
 
-    def _summary(self, verdict: Verdict) -> Summary:
+    def _summary(self, verdict: lines.Verdict) -> Summary:
         run_dir, path = self._run_dir, str(self._run_dir.path)
         typed = relative(path)
         commands, done = self._style.commands, verdict.status == "done"
