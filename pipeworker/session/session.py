@@ -32,14 +32,7 @@ from pipeworker.ranks.coordinator_process import EventListener
 from pipeworker.ranks.rank_info import RankInfo
 from pipeworker.ranks.rendezvous import rendezvous
 from pipeworker.runs.begin import PreparedRun, RunRequest
-from pipeworker.session.errors import (
-    STAYS_OPEN,
-    CallFailed,
-    JobEnded,
-    extended,
-    is_regular_end,
-    saved_step,
-)
+from pipeworker.session import errors
 from pipeworker.session.process import frame_of_child, plain_modes
 from pipeworker.wire.messages.checkpoint import Save
 from pipeworker.wire.messages.directions import Advance, FromWorker, ToWorker, is_last
@@ -199,7 +192,7 @@ class Session:
             modes = numerics.deterministic_mode(lambda: self.worker.deterministic)
             with rng.preserve_generators(), plain_modes(), modes:
                 yield self
-        except CallFailed as failed:
+        except errors.CallFailed as failed:
             own, self._own_error = self._own_error, None
             error = failed.error(own)
             raise error from error.__cause__
@@ -213,7 +206,7 @@ class Session:
         """Return the coordinator's next message; raise JobEnded if it is the end of the job."""
         message = self._control.receive()
         if isinstance(message, Abort):
-            raise JobEnded(message)
+            raise errors.JobEnded(message)
         return message
 
     def perform(self, message: ToWorker) -> None:
@@ -236,7 +229,7 @@ class Session:
         self._working = True
         try:
             if self._control.ended is not None:
-                raise JobEnded(self._control.ended)
+                raise errors.JobEnded(self._control.ended)
             yield
         finally:
             self._working = False
@@ -303,7 +296,7 @@ class Session:
         assert isinstance(message, Advance)
         if isinstance(message.next, Wait) and isinstance(message.next.result, Failure):
             self._begun = message
-            raise CallFailed(message.next.result)
+            raise errors.CallFailed(message.next.result)
         return message
 
     def finish(self) -> None:
@@ -333,12 +326,12 @@ class Session:
         if isinstance(error, KeyboardInterrupt):
             cause = Cause.SIGNAL
         elif isinstance(error, UsageError):  # of an earlier call, which the script did not catch
-            cause, text, shown = Cause.USAGE, str(error).removesuffix(STAYS_OPEN), ""
+            cause, text, shown = Cause.USAGE, str(error).removesuffix(errors.STAYS_OPEN), ""
         self._report_failure(Failure(cause, text, self.rank, traceback=shown))
         self._show_saved()
 
     def _fail(self, error: BaseException) -> NoReturn:
-        if isinstance(error, JobEnded):
+        if isinstance(error, errors.JobEnded):
             self.close()
             if self._interrupted:
                 raise KeyboardInterrupt from None
@@ -354,7 +347,7 @@ class Session:
         if isinstance(original, PeerLost):
             raise self._error_of(abort) from None
         if isinstance(original, UsageError):
-            raise extended(original, self._saved)
+            raise errors.extended(original, self._saved)
         if not isinstance(original, Exception):
             self._show_saved()
             raise original
@@ -395,7 +388,7 @@ class Session:
         """The last checkpoint of a user's own loop, and how to continue from it; "" if none."""
         if not self._own_loop or not self.worker.is_loaded:
             return ""
-        return saved_step(self.worker.loaded.run_dir)
+        return errors.saved_step(self.worker.loaded.run_dir)
 
     def _show_saved(self) -> None:
         """Show where the last checkpoint is, beside an error that is not pipeworker's."""
@@ -427,7 +420,7 @@ class Session:
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         error = error or SystemExit(self._child.f_locals.get("exitcode") if self._child else None)
         interactive = hasattr(sys, "ps1")  # which no error ends
-        if not (is_regular_end(error) or interactive):
+        if not (errors.is_regular_end(error) or interactive):
             self.fail(error)
         else:
             self.end()
