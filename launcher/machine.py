@@ -74,8 +74,8 @@ def _devices() -> str:
             built = f"CUDA {version}" if current.type == "cuda" else current.type
             name_of = getattr(torch.get_device_module(current), "get_device_name", None)
             names = [name_of(number) for number in range(count)] if name_of else names
-    except (ImportError, OSError, RuntimeError) as error:
-        return f"unknown: torch failed: {error}"
+    except Exception as error:  # also a ValueError, for a wrong TORCH_LOGS
+        return f"unknown: torch failed: {' '.join(str(error).split())}"
     return f"{', '.join(names) or 'no accelerator'}; torch is built for {built}"
 
 

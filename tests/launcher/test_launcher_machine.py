@@ -37,6 +37,16 @@ def test_env_shows_versions_and_variables_and_no_secret(monkeypatch: pytest.Monk
     assert [line.split()[0] for line in text.splitlines()] == [*found]
 
 
+def test_env_shows_why_torch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> int:
+        raise ValueError("\nInvalid log settings:\nx")  # as `import torch` raises for TORCH_LOGS
+
+    monkeypatch.setattr(torch.accelerator, "device_count", fails)
+    ran = CliRunner().invoke(cli.main, ["env", "--json"])
+    assert ran.exit_code == 0, ran.output
+    assert json.loads(ran.stdout)["devices"] == "unknown: torch failed: Invalid log settings: x"
+
+
 def test_env_shows_the_version_of_each_package_that_is_required() -> None:
     setup = configparser.ConfigParser()
     setup.read(Path(cli.__file__).with_name("setup.cfg"))
