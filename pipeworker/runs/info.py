@@ -89,7 +89,7 @@ class Run:
             summary = read_summary(run_dir) or {
                 "status": RUNNING if runs else LOST,
                 "seconds": took if runs and took >= 0 else None,  # a clock may be set back
-                "restarts": 0,
+                "restarts": None,  # the summary is the first file that has them
                 "causes": [],
                 "peak_memory_bytes": [],
                 "bubble": None,

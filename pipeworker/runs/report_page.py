@@ -101,7 +101,8 @@ def _figures(run: Run, made: Report | None) -> Iterator[tuple[str, str]]:
     seconds = run.summary["seconds"]
     if seconds is not None:
         yield "time", time_text(seconds)
-    yield "losses of workers", str(run.summary["restarts"])
+    if (restarts := run.summary["restarts"]) is not None:
+        yield "losses of workers", str(restarts)
 
 
 def _speeds(made: Report) -> Iterator[tuple[str, str]]:

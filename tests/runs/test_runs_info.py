@@ -186,6 +186,12 @@ def test_the_same_as_json(begin: Callable[..., RunDir], tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("locked")
+def test_the_restarts_of_a_run_that_is_running_are_not_known(begin: Callable[..., RunDir]) -> None:
+    found = Run.read(begin().path).to_json()
+    assert (found["status"], found["restarts"], found["causes"]) == ("running", None, [])
+
+
+@pytest.mark.usefixtures("locked")
 def test_the_time_of_a_run_that_began_later_than_now_is_not_known(
     begin: Callable[..., RunDir],
 ) -> None:
