@@ -331,6 +331,7 @@ def run(prepared: PreparedRun, view: Style, agents: Sequence[RemoteAgent]) -> in
         launch.finish(verdict)
         with suppress(OSError):  # no process completes them any more, and they may be large
             prepared.run_dir.checkpoints.remove_leftovers()
+            prepared.run_dir.remove_partial_files()
         prepared.close(verdict, began=launch.has_begun)
     return verdict.exit_status
 

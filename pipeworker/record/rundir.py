@@ -179,6 +179,12 @@ class RunDir:
             return False
         return True
 
+    def remove_partial_files(self) -> None:
+        """Remove what killed processes left at temporary paths, where none writes now."""
+        remove_partial_files(self.root)
+        if self.profiles.is_dir():
+            remove_partial_files(self.profiles)
+
     def remove_run(self, made: Sequence[Path]) -> None:
         """Remove our files of a run that never began, and its folders that are empty then.
 
@@ -205,7 +211,7 @@ class RunDir:
         for path in (*files, *written, self.run, self.lock):
             with suppress(OSError):
                 path.unlink()
-        remove_partial_files(self.root)
+        self.remove_partial_files()
         for folder in (self.logs, self.events, self.timeline, self.checkpoints.path, *made):
             with suppress(OSError):
                 folder.rmdir()

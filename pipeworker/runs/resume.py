@@ -10,7 +10,7 @@ from pipeworker.errors import UnreadableFile, UsageError, reading
 from pipeworker.plan.figures import plural
 from pipeworker.record.checkpoint.folder import unused
 from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
-from pipeworker.record.files.atomic_file import remove_partial_files, sync_file, temporary_path
+from pipeworker.record.files.atomic_file import sync_file, temporary_path
 from pipeworker.record.metrics import rows
 from pipeworker.record.rundir import RunDir
 
@@ -64,7 +64,7 @@ def roll_back(run_dir: RunDir, point: ResumePoint) -> list[str]:
     for path in point.damaged:
         path.rename(unused(path.with_name(f"damaged-{path.name}")))
     run_dir.checkpoints.remove_leftovers()
-    remove_partial_files(run_dir.root)
+    run_dir.remove_partial_files()
     run_dir.summary.unlink(missing_ok=True)
     files = run_dir.metrics, run_dir.evaluation
     damaged = {path: truncate_rows(path, point.step) for path in files}

@@ -6,13 +6,20 @@ import gzip
 import json
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
+import torch
 
 from pipeworker.errors import UsageError
+from pipeworker.facts.step import Batch
 from pipeworker.job.options import Options
+from pipeworker.record.files.atomic_file import is_partial_file
 from pipeworker.record.rundir import RunDir
 from pipeworker.trace.timeline import read_timeline
+from pipeworker.wire.messages.directions import Advance, Finish
+from pipeworker.wire.messages.step import RunStep, Update
+from pipeworker.worker.step.profiler import StepProfiler
 from support.real_jobs.compare import assert_same
 from support.real_jobs.jobs import Jobs, Reference
 from support.real_jobs.sources import DIES, JOB
@@ -52,6 +59,27 @@ def test_a_worker_in_place_of_a_lost_one_profiles_what_has_no_file(jobs: Jobs) -
         "worker-1-steps.json.gz",
     ]
     assert read_timeline(RunDir(run.path)).recorded[-1] == 5  # also once actions are not labelled
+
+
+def test_a_worker_that_is_killed_leaves_only_files_that_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export, names = torch.profiler.profile.export_chrome_trace, list[str]()
+
+    def observed(profile: torch.profiler.profile, path: str) -> None:
+        export(profile, path)
+        names.extend(path.name for path in run.profiles.iterdir())
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", observed)
+    run = RunDir(tmp_path)
+    profiler = StepProfiler(run.profiles, 0, (1, 1), torch.device("cpu"), lambda _: None)
+    profiler.advance(Advance(RunStep(1, Batch(0, 1, 1, 0), last=True)))
+    profiler.advance(Advance(Finish(), Update(1)))
+    assert names
+    assert all(is_partial_file(run.profiles / name) for name in names)
+    (written,) = run.profiles.iterdir()
+    assert written.name == "worker-0-steps-1-1.json.gz"
+    assert "traceEvents" in json.loads(gzip.decompress(written.read_bytes()))
 
 
 @pytest.mark.parametrize("text", ["3", "0:2", "4:3", "a:b", "1:2:3", ":", "1:"])

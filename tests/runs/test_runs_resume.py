@@ -190,7 +190,9 @@ def test_a_run_directory_is_rolled_back_to_the_checkpoint(run: RunDir) -> None:
     for name in (".step-00000003.partial", ".step-00000001.gone", earlier.name):
         (run.checkpoints.path / name).mkdir()
         (run.checkpoints.path / name / "file").touch()
-    (run.path / ".0123456789abcdef.partial").touch()  # of a killed writer
+    run.profiles.mkdir()
+    for folder in (run.path, run.profiles):
+        (folder / ".0123456789abcdef.partial").touch()  # of a killed writer
     for path in (run.metrics, run.evaluation):
         path.write_text("".join(ROWS))
     run.summary.write_text("{}")
@@ -200,7 +202,7 @@ def test_a_run_directory_is_rolled_back_to_the_checkpoint(run: RunDir) -> None:
         *("damaged-step-00000003", "damaged-step-00000004", "damaged-step-00000004-2"),
         "step-00000002",
     ]
-    assert not [*run.path.glob(".*.partial")]
+    assert not [*run.path.rglob(".*.partial")]
     assert (earlier / "file").exists()
     assert (run.checkpoints.path / "damaged-step-00000004-2" / MANIFEST).exists()
     assert run.metrics.read_text() == run.evaluation.read_text() == "".join(ROWS[:2])

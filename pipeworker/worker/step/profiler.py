@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from pipeworker.host import streams
+from pipeworker.record.files.atomic_file import temporary_path
 from pipeworker.record.files.located import located
 from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.step import RunStep, Update
@@ -71,12 +74,13 @@ class StepProfiler:
         if self._ended < self._began:
             return
         path = self._folder / f"{self._name}{self._began}-{self._ended}.json.gz"
-        hidden = path.with_name(f".{path.name}")
         try:
             self._folder.mkdir(exist_ok=True)
-            hidden.unlink(missing_ok=True)
-            ended.export_chrome_trace(str(hidden))
-            hidden.replace(path)
+            with temporary_path(path) as plain, temporary_path(path) as packed:
+                ended.export_chrome_trace(str(plain))  # it would pack a file in a folder for all
+                with plain.open("rb") as source, gzip.open(packed, "xb") as target:
+                    shutil.copyfileobj(source, target)
+                packed.replace(path)
         except (OSError, RuntimeError) as error:
             streams.note(f"warning: --profile: cannot write {located(path)}: {error}")
 
