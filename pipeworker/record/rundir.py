@@ -159,6 +159,7 @@ class RunDir:
             self.evaluation,
             self.profiles,
             self.timeline,
+            self.root / "wandb",  # wandb's own writer follows links
         ):
             if path.is_symlink():
                 raise UsageError(f"{path}: is a link; put what it leads to in its place")

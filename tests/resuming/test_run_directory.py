@@ -43,7 +43,11 @@ def test_a_resumed_run_follows_no_link(jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "evaluation.jsonl", "checkpoints", "logs", "tensorboard"]
+    "name",
+    [
+        *("metrics.jsonl", "evaluation.jsonl", "checkpoints", "logs"),
+        *("tensorboard", "profile", "timeline", "wandb"),
+    ],
 )
 def test_a_link_in_place_of_a_folder_or_rows_is_rejected(tmp_path: Path, name: str) -> None:
     job_file = tmp_path / "job.py"
