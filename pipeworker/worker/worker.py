@@ -396,12 +396,13 @@ class Worker:
             self._profiler.end()
 
     def close(self) -> None:
-        """Release channels and threads, and the memory that channels map."""
+        """Release channels and threads, the memory that channels map, and what reads the data."""
         self.end_profile()
         phase = self._phase
         if isinstance(phase, PlannedWorker):
             phase.state.close()
             self.disconnect()
+            phase.loaded.reader.close()
             del phase
             gc.collect()  # the channels of a worker's stages refer to each other
             self.planned.stages.resources.close()

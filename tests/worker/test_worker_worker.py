@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -155,6 +156,14 @@ def test_a_worker_that_transfers_its_state_to_another_replica_does_not_wait(
     worker.connected.state.transfer(1, reductions, None, present=True)
     assert seen == [(Phase.RESTORING, False)]
     worker.close()
+
+
+def test_a_worker_that_is_closed_leaves_no_process_of_a_loader(tmp_path: Path) -> None:
+    """A script goes on after its job, and may start others."""
+    alone = start_worker(tmp_path, JOB.replace("batch_size=", "num_workers=1, batch_size="))
+    assert multiprocessing.active_children()
+    alone.worker.close()
+    assert not multiprocessing.active_children()
 
 
 def scaled(alone: SingleWorker) -> None:

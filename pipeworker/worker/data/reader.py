@@ -172,7 +172,8 @@ class Reader:
         """Note that a copy of the state is being made, which will continue at a position."""
 
     def close(self) -> None:
-        """End what reads: the job is over."""
+        """End what reads, as the processes of a loader: the job is over."""
+        self._epoch = None
 
     def _why_empty(self, epoch: int) -> str:
         if epoch == 0:
