@@ -178,7 +178,7 @@ MADE: dict[Any, st.SearchStrategy[Any]] = {
         _counts,
         _counts,
         st.booleans(),
-        st.booleans(),
+        _counts,
         _counts,
         _counts,
         _counts,
