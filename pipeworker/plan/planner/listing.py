@@ -122,24 +122,20 @@ class Play:
                 found.append((max(now, begin), rank, action, self._duration(action)))
         if not found:
             return
-        begin, rank, action, duration = min(found, key=lambda one: self._preference(one, now))
+        # Those that can begin now come first; of equal ones the oldest micro-batch: an order that
+        # keeps several open holds more memory.
+        begin, rank, action, duration = min(
+            found, key=lambda one: (one[0], one[1], one[2].microbatch, -one[2].stage)
+        )
         if begin > now:
             heappush(self._wakes, (begin, worker))
             return
         limit = now + self._rule.patience * duration
-        better = [other for other in found if other[1] < rank and now < other[0] < limit]
+        better = [other for other in found if other[1] < rank and other[0] < limit]
         if better:
             heappush(self._wakes, (min(other[0] for other in better), worker))
             return
         self._begin(worker, action, now, duration)
-
-    def _preference(
-        self, one: tuple[float, int, Action, float], now: float
-    ) -> tuple[float, int, int, int]:
-        """Return what orders a worker's possible actions: those that can begin now come first."""
-        begin, rank, action, _ = one
-        # The oldest micro-batch first: an order that keeps several open holds more memory.
-        return max(0.0, begin - now), rank, action.microbatch, -action.stage
 
     def _possible(self, worker: int, stage: int) -> list[tuple[int, Action, float]]:
         """Return a stage's next actions: their rank, and when they could begin."""
@@ -186,7 +182,7 @@ class Play:
         open_ones = sum(self._forwards[s] - self._backwards[s] for s in held)
         behind = [s for s in held if s > stage]
         idle = [s for s in behind if self._forwards[s] == self._backwards[s]]
-        if open_ones and open_ones + len(idle) >= max(1.0, self._most[worker]):
+        if open_ones and open_ones + len(idle) >= self._most[worker]:
             return False
         needed = self._room.held[stage] + sum(self._room.held[s] for s in idle)
         return self._used[worker] + needed <= self._room.bytes[worker]
