@@ -310,6 +310,18 @@ def test_a_new_coordinator_goes_on_with_the_stages_that_are_left() -> None:
     assert [restart.stages for restart in of(job.effects, Restart)] == [4]
 
 
+def test_an_interrupted_job_does_not_try_all_workers_again() -> None:
+    """The restart would repeat steps that it is about to save."""
+    start = Start(causes=("the coordinator was killed",), stages=2)
+    job = ScriptedJob(4, replaceable=True, min_stages=1, start=start).running()
+    job.interrupt()
+    job.now += TIMINGS.grow + 1
+    job.step(1)
+    job.checkpointed()
+    assert not of(job.effects, Restart)
+    assert (job.ended.status, job.ended.steps) == ("interrupted", 1)
+
+
 @pytest.mark.parametrize("least", [None, 3])
 def test_without_room_for_all_the_last_snapshot_is_saved_by_those_that_have_it(
     least: int | None,

@@ -464,6 +464,18 @@ def test_without_any_checkpoint_it_begins_again() -> None:
     assert restores(job) == [None, Restore(1, slot=0, ranks=2), None]
 
 
+def test_a_lost_snapshot_is_no_sign_that_a_worker_cannot_run() -> None:
+    """It is the first of the two losses before a step after which a job shrinks."""
+    job = replaceable_job(min_stages=1).running()
+    job.step(1)
+    job.step(2)
+    job.exited(1, -9)
+    lost_snapshot(job)
+    job.exited(1, -9)
+    job.exited(1, -9)
+    assert [restart.stages for restart in of(job.effects, Restart)] == [2, 2, 2, 1]
+
+
 def test_a_snapshot_that_was_not_there_is_an_ordinary_loss() -> None:
     """It cannot restart the job again and again."""
     job = replaceable_job(max_restarts=1)

@@ -187,6 +187,26 @@ def test_a_lost_host_without_workers_is_shown_and_the_job_continues(forked: str)
     assert of(found, effects.StartAgent) == [effects.StartAgent(1), effects.StartAgent(2)]
 
 
+def test_the_loss_of_a_host_with_copies_alone_is_reported() -> None:
+    """The job has shrunk since the last snapshot, and another one may not be complete."""
+    job = Scripted(stages=2, agents=remote(1, 1), options={"min_stages": 1}).running()
+    job.coordinator(Snapshot(4, 0, 2))
+    job.run_workers(job.coordinator(Restart(2, "a loss", 1)))
+    lost = [line for line in sent(job.lose(1)) if isinstance(line, HostLost)]
+    assert [(line.ranks, line.survives) for line in lost] == [((1,), True)]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_one_of_several_replicas_is_the_whole_state_unless_each_has_a_part(sharded: bool) -> None:
+    options = {"replicas": 3, "data_reader": "every", "shard_optimizer": sharded}
+    job = Scripted(stages=1, agents=remote(1, 1, 1), options=options).running()
+    job.coordinator(Snapshot(4, 0, 3))
+    job.lose(0)
+    (lost,) = sent(job.lose(1))
+    assert isinstance(lost, HostLost)
+    assert lost.survives is not sharded
+
+
 def test_a_lost_host_is_tried_once_in_the_next_generation_even_if_it_was_lost_long_ago() -> None:
     job = Scripted(stages=2, agents=remote(1, 1), options={"worker_timeout": 5.0}).running()
     job.lose(1)
