@@ -234,14 +234,13 @@ class Generation(FactFinding):
         writing = self.snapshots.part_written(message)
         if writing is None:
             return [Dropped(f"Saved of step {step}, which is not being written")]
-        blocks = self.state is State.SAVING and step == self._step
-        if blocks:
+        if not writing.beside:
             self.awaited.discard(message.rank)
         if writing.awaited:
             return []
         if writing.errors:
             return self._save_failed(step, writing.errors[0], now)
-        if blocks:
+        if not writing.beside:
             self.state = State.COMMITTING
         assert self.blueprint
         return [self.blueprint.commit(writing)]
