@@ -86,8 +86,7 @@ class Lifecycle(Waiting):
         """End the generation because a host, and the state in its memory, is gone."""
         self.snapshots.host_lost(survives=report.survives)
         names = [self.placement.names(rank) for rank in report.ranks if rank < self.placement.ranks]
-        rank = report.ranks[0] if report.ranks else -1
-        return self.over(Lost(Failure(Cause.LOST, report.text, rank, stage=", ".join(names))))
+        return self.over(Lost(Failure(Cause.LOST, report.text, stage=", ".join(names))))
 
     def interrupt(self, now: float) -> list[Effect]:
         """Stop the job at the end of the step, or at once if no step has begun.

@@ -310,6 +310,15 @@ def test_a_new_coordinator_goes_on_with_the_stages_that_are_left() -> None:
     assert [restart.stages for restart in of(job.effects, Restart)] == [4]
 
 
+def test_a_lost_host_that_held_copies_of_earlier_workers_has_no_rank() -> None:
+    job = replaceable_job(4, min_stages=2).running()
+    job.handle(HostLost((2, 3), "host b is lost"))
+    job.handle(CannotStart(2, 2, "host b: no route to host", 2))
+    job.running()
+    job.handle(HostLost((3,), "host c is lost"))
+    assert of(job.effects, Restart)[-1].cause == "host c is lost"
+
+
 def test_an_interrupted_job_does_not_try_all_workers_again() -> None:
     """The restart would repeat steps that it is about to save."""
     start = Start(causes=("the coordinator was killed",), stages=2)
