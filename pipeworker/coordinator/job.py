@@ -391,7 +391,7 @@ class Job:
         step = self.progress.recorded
         if (position.phase, position.step) != (Phase.UPDATE, step):
             return []
-        if step <= max(self._newest_state.step, self.progress.saved):
+        if step <= self._newest_state.step:
             return []
         self.progress.recorded -= 1
         return [Withdraw(step), Log(f"step {step} is not recorded: its update failed")]

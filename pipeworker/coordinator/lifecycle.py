@@ -107,13 +107,12 @@ class Lifecycle(Waiting):
 
     def tick(self, now: float, suspended: float) -> list[Effect]:
         """Act on timeouts; the seconds for which the coordinator was suspended count for none."""
-        if suspended:
-            self.roster.suspended(suspended, now)
-            self._cause.suspended(suspended)
-            if self.interrupted is not None:
-                self.interrupted = min(now, self.interrupted + suspended)
-            if self._ending_since is not None:
-                self._ending_since = min(now, self._ending_since + suspended)
+        self.roster.suspended(suspended, now)
+        self._cause.suspended(suspended)
+        if self.interrupted is not None:
+            self.interrupted = min(now, self.interrupted + suspended)
+        if self._ending_since is not None:
+            self._ending_since = min(now, self._ending_since + suspended)
         if self.last_end is not None:
             return self._last_save_expired(self.last_end, now)
         if self._interrupt_expired(now):
@@ -192,7 +191,7 @@ class Lifecycle(Waiting):
     def _give_up(self, now: float) -> list[Effect]:
         """End a job that was interrupted without its step, which new workers may save."""
         roster, limit = self.roster, self.roster.limit
-        if self.options.own_loop or not self.launched:
+        if not self.launched:
             return self.over(self.stopped)
         if self.state in BEFORE_STEPS:
             text = f"step {self.progress.steps} is not saved: {roster.absent(limit).message}"

@@ -93,8 +93,7 @@ class CallLoop(BaseLoop):
         if call.kind is CallKind.END_EPOCH:
             self._progress.end_epoch()
             return Due(EpochEnded(self._progress.steps))
-        if call.kind is CallKind.CLOSE:
-            self._progress.outdated |= any(one.changed for one in self._calls.values())
+        self._progress.outdated |= any(one.changed for one in self._calls.values())
         return Due(must_save=call.kind is CallKind.SAVE)
 
     def _mismatch(self, call: Call) -> str:

@@ -86,10 +86,11 @@ def content_of(batch: Batch | None) -> Batch | None:
 class BaseLoop:
     """The current step: begun, added up, completed."""
 
+    _tally: Tally
+
     def __init__(self, options: Options, placement: Placement, progress: Progress) -> None:
         self._options, self.placement, self._progress = options, placement, progress
         self._step = progress.steps
-        self._tally = Tally(self._step, placement, 0.0)
         self._batch: Batch | None = None
         self._half_done, self._total = False, 0
 
@@ -222,8 +223,8 @@ class FileLoop(BaseLoop):
 
     @property
     def stopped_early(self) -> str:
-        """Why the job ends before all of its steps are done; "" if it does not."""
-        if self._has_ended or not self._is_impatient:
+        """Why a job that is done has not run all of its steps; "" if it has."""
+        if self._has_ended:
             return ""
         found, options = self._progress.evaluations, self._options
         name = found.criterion.name
@@ -251,7 +252,7 @@ class FileLoop(BaseLoop):
     def leave_evaluation(self, due: Due) -> Due:
         """Leave an evaluation pass that is due, or was interrupted, to the run that resumes."""
         text = f"the evaluation after step {self._step} is not complete; --resume begins with it"
-        self._evaluate, self._progress.evaluation_due = False, True
+        self._progress.evaluation_due = True
         note = Warned(text, note=True)
         return replace(due, effects=(*due.effects, note), can_save=True)
 

@@ -214,8 +214,7 @@ class Snapshots:
         return state is not None
 
     def host_lost(self, *, survives: bool) -> None:
-        """Discard copies in progress, and the last snapshot unless it `survives` elsewhere."""
-        self._copying.clear()
+        """Discard the last snapshot unless it `survives` elsewhere."""
         if not survives:
             self.last = None
 
