@@ -182,6 +182,27 @@ def test_seconds_are_those_of_the_worker_with_the_data() -> None:
     assert (network.latency, network.seconds_per_byte) == (150e-6, 1e-9)
 
 
+@pytest.mark.parametrize(("seconds", "speed"), [(0.25, 4.0), (0.95, 1.0), (0.0, 1.0)])
+def test_unlike_workers_are_compared_where_the_layers_run_in_order(
+    seconds: float, speed: float
+) -> None:
+    """Small differences are those of the measurement; one that fails says nothing."""
+    fast = Machine("another", "", 3000, 70)
+    found = measuring(None, machines=(CPU, CPU, fast))
+    first = Measure(in_order=True, reference=True)
+    assert found.requests() == {0: first, 1: Measure(reference=True), 2: Measure(reference=True)}
+    digests = tuple(kind.digest for kind in OUTLINE.kinds)
+    layers = tuple(facts(kind.layer) for kind in OUTLINE.kinds)
+    found.add(Measured(0, digests, layers, outline=OUTLINE, reference=1.0))
+    for rank, reference in ((1, 1.0), (2, seconds)):
+        found.add(Measured(rank, reference=reference))
+    found.close_round()
+    assert found.requests() == {}
+    network = found.facts()
+    assert network
+    assert network.speeds == (1.0, 1.0, speed)
+
+
 def test_a_loss_that_cannot_be_measured_costs_nothing_and_the_layers_are_planned() -> None:
     job = measured_job()
     for rank in job.ranks:

@@ -249,6 +249,13 @@ def test_steps_that_not_all_workers_have_recorded_are_left_out() -> None:
     assert explained([]).seconds == 0
 
 
+def test_a_step_in_which_a_worker_was_lost_is_left_out() -> None:
+    order = ORDERS["gpipe"]
+    first, second = lives_of(order.build(order.place(2), 2, ["never"] * 2))
+    commands = (*second.commands[:-1], replace(second.commands[-1], answered=None))
+    assert explained([first, replace(second, commands=commands)]).steps == (1,)
+
+
 def test_a_generation_of_which_a_worker_has_recorded_nothing_is_left_out() -> None:
     order = ORDERS["gpipe"]
     lives = lives_of(order.build(order.place(3), 2, ["never"] * 3))

@@ -139,7 +139,7 @@ def test_a_worker_that_is_busy_for_too_long_counts_as_hung(launched: bool) -> No
         job.receive(message)
     job.tick(0.1)
     if not launched:
-        assert job.state() is State.STEPPING
+        assert (job.state(), of(job.effects, Warned)) == (State.STEPPING, [])
         return
     (restart,) = of(job.effects, Restart)
     assert restart.cause == (

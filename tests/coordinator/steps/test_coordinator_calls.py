@@ -207,11 +207,13 @@ def test_a_wrong_argument_fails_the_call_on_all_ranks_and_changes_nothing() -> N
     job = own_loop_job()
     for rank, kind in itertools.product((0, 1), (CallKind.STEP, CallKind.PREDICT, CallKind.LOAD)):
         loaded = Loaded(7) if kind is CallKind.LOAD else None
-        assert job.receive(Call(rank, kind, mistake="no pair")) == []
         batch = BATCH if kind is CallKind.STEP and rank else None
-        failure = reply_of(job.receive(Call(1 - rank, kind, batch, loaded=loaded)))
-        assert (failure.cause, failure.message, failure.rank) == (Cause.USAGE, "no pair", rank)
-        assert job.state() is State.CALLING
+        calls = Call(rank, kind, mistake="no pair"), Call(1 - rank, kind, batch, loaded=loaded)
+        for first, second in itertools.permutations(calls):
+            assert job.receive(first) == []
+            failure = reply_of(job.receive(second))
+            assert (failure.cause, failure.message, failure.rank) == (Cause.USAGE, "no pair", rank)
+            assert job.state() is State.CALLING
     missing = reply_of(job.called(CallKind.STEP, batch=None))
     assert missing.message == (
         "step(): the first stage was given no mini-batch; pass one on its rank"

@@ -109,6 +109,14 @@ def test_the_pass_after_the_last_step_is_saved_with_it(more: dict[str, Any]) -> 
     assert job.ended.status == "done"
 
 
+def test_a_worse_pass_after_the_last_step_is_saved_too() -> None:
+    better, there = (evaluation_of(1),), frozenset({1, 2})
+    start = dataclasses.replace(due(2), evaluations=better, checkpoints=there)
+    job = ScriptedJob(2, evaluate_every=2, steps=2, start=start)
+    job.start()
+    assert saves(job.evaluated(2, 0.7)) == [Advance(Save(2), Evaluated(0.7))] * 2
+
+
 def test_a_second_interrupt_keeps_the_checkpoint() -> None:
     job = ScriptedJob(2, evaluate_every=2, start=due(2))
     job.start()
@@ -144,5 +152,8 @@ def test_an_evaluation_alone_ends_at_once() -> None:
 def test_a_pass_of_a_loop_of_the_users_own_is_completed() -> None:
     """The loop is a script: it would not repeat the pass."""
     job = own_loop_job().running()
+    job.called(CallKind.STEP)
+    job.step(1)
     job.called(CallKind.EVALUATE)
     assert messages_of(job.interrupt(), EndPass) == []
+    assert saves(job.evaluated(1)) == [Advance(Save(1), Evaluated(0.5))] * 2

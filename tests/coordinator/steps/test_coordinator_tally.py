@@ -225,6 +225,10 @@ def test_accumulation_updates_once_after_several_mini_batches() -> None:
     job.step(2)
     job.step(2)
     assert [run.last for run in job.runs(0)] == [False] * 5 + [True]
+    job.now += 1.0
+    job.step(2)
+    job.checkpointed()
+    assert job.ended.busy == (1.5, 1.5)  # of two seconds; half a second in each mini-batch
 
 
 def test_data_that_ends_within_a_step_gives_a_smaller_step() -> None:

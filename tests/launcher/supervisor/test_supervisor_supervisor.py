@@ -50,6 +50,7 @@ def test_with_other_hosts_the_coordinator_starts_once_all_have_answered() -> Non
     job = Scripted(agents=remote(1, 1))
     first = events.CheckedHello("10.0.0.1", is_local=True)
     assert not of(job.agent(0, first), effects.StartCoordinator)
+    assert not of(job.handle(events.Ticked(), 1), effects.StartCoordinator)
     (start,) = of(job.agent(1, first), effects.StartCoordinator)
     assert start.configuration.host == "10.0.0.1"
 
@@ -113,6 +114,7 @@ def test_of_many_workers_the_first_is_forked_alone_and_then_a_few_at_a_time() ->
     assert forks(job.bound()) == [(0, 0)]
     assert forks(job.coordinator(Joined(0))) == [(0, rank) for rank in range(1, 9)]
     assert forks(job.coordinator(Joined(3))) == [(0, 9)]
+    assert forks(job.coordinator(Restart(2, "a loss", 20))) == [(0, 0)]
 
 
 def test_a_fork_names_the_copies_that_its_host_keeps_for_another_one() -> None:
@@ -132,6 +134,7 @@ def test_a_report_of_an_agent_is_passed_on() -> None:
     job = Scripted().running()
     exited = WorkerExited(1, 1, -9, Position())
     assert sent(job.agent(0, exited, SaveRequest())) == [exited, SaveRequest()]
+    assert sent(job.handle(SaveRequest())) == [SaveRequest()]
 
 
 @pytest.mark.parametrize(("lost", "survives"), [([1], True), ([0], True), ([0, 1], False)])
@@ -216,6 +219,27 @@ def test_a_lost_host_is_tried_once_in_the_next_generation_even_if_it_was_lost_lo
     (report,) = sent(job.lose(1, 255, "ssh: no route"))
     assert report == CannotStart(1, 2, "host b is lost: ssh: no route", 1)
     assert not of(job.handle(events.Ticked(), 1), effects.StartAgent)
+    job.coordinator(Restart(3, report.text, 1))
+    found = job.coordinator(Restart(4, "the job tries again", 2))
+    assert of(found, effects.StartAgent) == [effects.StartAgent(1)]
+
+
+def test_a_host_is_lost_with_workers_that_are_still_to_be_forked() -> None:
+    """The workers that run were told of the copies that the hosts of these were to keep."""
+    job = Scripted(stages=40, agents=remote(20, 20, 20))
+    for number in range(3):
+        job.agent(number, events.CheckedHello())
+    assert forks(job.bound()) == [(0, 0)]
+    (lost,) = sent(job.lose(1))
+    assert isinstance(lost, HostLost)
+
+
+def test_a_host_without_workers_yet_is_lost_if_the_others_have_no_room() -> None:
+    job = Scripted(stages=2, agents=remote(1, 1))
+    for number in range(2):
+        job.agent(number, events.CheckedHello())
+    (lost,) = sent(job.lose(1))
+    assert isinstance(lost, HostLost)
 
 
 @pytest.mark.parametrize("seconds", [0, 60])
@@ -269,7 +293,9 @@ def test_a_restart_with_fewer_stages_forks_as_many() -> None:
     assert forks(found) == [(0, 0)]
     assert job.supervisor.stages == 1
     found = job.handle(events.CoordinatorEnded())
-    assert of(found, effects.StartCoordinator)[0].configuration.stages == 1
+    configuration = of(found, effects.StartCoordinator)[0].configuration
+    assert configuration.stages == 1
+    assert configuration.causes == ("a loss", "the coordinator was killed")
     assert forks(job.bound()) == [(0, 0)]
 
 
