@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
 
 from pipeworker.errors import ScheduleError
-from pipeworker.plan.actions import COMPUTE, RECEIVES, REPLICAS, SENDS, Kind
+from pipeworker.plan.actions import RECEIVES, REPLICAS, SENDS, Kind
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.schedule import Schedule
@@ -333,7 +333,7 @@ def costs_of(chosen: Iterable[MiniBatch], replica: int = 0) -> Costs:
                 continue
             stages = max(stages, 1 + max(life.stages))
             for action, begin, end in command.actions:
-                if action.kind in COMPUTE and end is not None:
+                if end is not None:
                     sums[action.kind, action.stage] += end - begin  # type: ignore[assignment]
                     counts[action.kind, action.stage] += 1
 

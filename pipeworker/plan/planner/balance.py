@@ -194,11 +194,11 @@ def _any_fitting(divisions: Divisions) -> tuple[int, ...] | None:
         return None
     stops = [*divisions.cuts, layers]
     begins: list[dict[int, int]] = [{0: 0}]  # by stage, the ends that it may have and its first
-    for stage, worker in enumerate(placement.owners):
+    for worker in placement.owners:
         ends: dict[int, int] = {}
-        limit, later = divisions.limits[worker], placement.stages - stage - 1
+        limit = divisions.limits[worker]
         for first in sorted(begins[-1], reverse=True):
-            for stop in stops[bisect_right(stops, first) : len(stops) - later]:
+            for stop in stops[bisect_right(stops, first) :]:
                 if limit is not None and divisions.bytes.state((first, stop)) > limit:
                     break
                 if stop not in ends and not divisions.fit(worker, [(first, stop)])[2]:

@@ -70,7 +70,7 @@ class Bounds:
         """
         divisions, placement = self._divisions, self._divisions.placement
         divided = ranges(balance)
-        if divisions.facts.frozen and divisions.frozen(divided) != self._frozen:
+        if divisions.frozen(divided) != self._frozen:
             return 0.0
         changed: list[tuple[int, Seconds, str]] = []
         update = 0.0

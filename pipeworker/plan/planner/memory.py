@@ -247,7 +247,7 @@ class LayerBytes:
         """
         first, stop = layers
         others, size = self.facts.replicas - 1, self._gradients[stop] - self._gradients[first]
-        if not others or not size:
+        if not size:
             return 0
         part = -(-size // (_ELEMENT * (others + 1)))
         count = pieces(part)
