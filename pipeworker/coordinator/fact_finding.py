@@ -46,7 +46,6 @@ class FactFinding(Lifecycle):
             members = self.roster.members
             return [self.send(members[rank].peer, one) for rank, one in sorted(requests.items())]
         self.progress.facts, self.progress.seeks_facts = measuring.facts(), False
-        self.progress.plans.clear()
         summary = measuring.summary(now - self._measured_since)
         effects: list[Effect] = [Log(summary)]
         if warning := measuring.warning:

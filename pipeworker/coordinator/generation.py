@@ -224,8 +224,7 @@ class Generation(FactFinding):
         if early or not isinstance(self.loop, CallLoop):
             return [Dropped(f"Call while {self.waiting}")]
         self._check_batch(message.batch)
-        if self.state is State.CALLING:
-            self.awaited.discard(message.rank)
+        self.awaited.discard(message.rank)
         due = self.loop.call_received(message)
         return [] if due is None else self._advance(due, now)
 

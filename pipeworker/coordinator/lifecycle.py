@@ -299,7 +299,7 @@ class Lifecycle(Waiting):
         """
         failure, progress = end.failure, self.progress
         stays = self.options.own_loop or (self._stays and end.status is Status.FAILED)
-        if not stays or end.status is Status.DONE or self.state in BEFORE_STEPS:
+        if not stays or self.state in BEFORE_STEPS:
             return False
         if self.state is State.EVALUATING and not self.options.own_loop:
             return False  # the state of this step includes its evaluation

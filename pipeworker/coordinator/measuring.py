@@ -85,8 +85,6 @@ class Measuring:
         missing = [kind for kind in self.outline.kinds if kind.digest not in self.known]
         if self._measured and missing:  # some could not be measured by themselves
             return {} if self._ran_in_order else self._in_order(compares=False)
-        if not missing and not compares:
-            return {}
         dealt = deal(missing, len(self.outline.of_layer), self.placement)
         return {
             rank: Measure(tuple(kinds), self.outline.types, reference=compares)
