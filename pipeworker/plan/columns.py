@@ -32,7 +32,7 @@ class Column:
 
     def by_microbatch(self, count: int) -> list[int]:
         """Return the place of each of `count` micro-batches' actions, or NOWHERE."""
-        if len(self.places) == count and self.microbatches == list(range(count)):
+        if self.microbatches == list(range(count)):
             return self.places
         found = [NOWHERE] * count
         for m, place in zip(self.microbatches, self.places, strict=True):

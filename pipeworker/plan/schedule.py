@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from pipeworker.plan import frozen
 from pipeworker.plan.actions import (
-    RECEIVES,
     SENDS,
     Action,
     Edge,
@@ -152,7 +151,7 @@ def edges(schedule: Schedule) -> tuple[Edge, ...]:
         (action.kind, action.stage, action.peer)
         for actions in schedule.workers
         for action in actions
-        if action.kind in SENDS or action.kind in RECEIVES
+        if action.kind in SENDS
     }
     return tuple(sorted({channel(*end) for end in used}))
 

@@ -98,14 +98,14 @@ def advise(
     """
     # What a recovery or a suspension took is no part of a step.
     seconds = found.seconds - found.suspended - found.workers[0].idle[RECOVERY]
-    took = seconds / max(1, mini_batches)
+    took = seconds / mini_batches
     now = None
     if request.schedule != AUTO:  # which has compared balances and schedules
         now = _plan(facts, replace(request, balance=tuple(balance)))
     lost = sum(time.idle[FILL_DRAIN] for time in found.workers) / len(found.workers)
     share = lost / seconds if seconds > 0 else 0.0
     candidates = [] if now is None else [*_replanned(facts, request, now, took, share, known)]
-    data = max(time.idle[DATA] for time in found.workers) / max(1, mini_batches)  # of a reader
+    data = max(time.idle[DATA] for time in found.workers) / mini_batches  # of a reader
     if took > data > 0:
         gain = took / (took - data)
         text = (
