@@ -7,6 +7,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -18,7 +19,7 @@ from pipeworker.plan.check import check
 from pipeworker.plan.connect import connect, forward_only
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.schedule import Schedule, is_bounded
-from pipeworker.plan.simulate import END, FULL, Costs, Timing, simulate, timeline
+from pipeworker.plan.simulate import END, FULL, HANDLING, Costs, Timing, simulate, timeline
 from pipeworker.plan.text import parse
 from support.pure.orders import build, fill_drain
 from support.slow import slow
@@ -194,6 +195,14 @@ def test_waits_for_a_transfer_are_counted_by_payload() -> None:
         "target": 10.0,
         END: 2.0,
     }
+
+
+def test_both_ends_of_a_channel_handle_each_frame() -> None:
+    schedule = build("gpipe", 3, 4, "never")
+    timing = simulate(schedule, replace(Costs.even(3), handling=0.25))
+    for actions, idle in zip(schedule.workers, timing.idle, strict=True):
+        frames = [action for action in actions if action.kind in {*SENDS, *RECEIVES}]
+        assert idle[HANDLING] == 0.25 * len(frames)
 
 
 def test_a_sender_waits_for_a_full_channel() -> None:

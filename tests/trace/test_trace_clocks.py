@@ -82,10 +82,18 @@ def behind(life: WorkerLife, seconds: float) -> WorkerLife:
     return replace(life, clock="other", samples=(sample,), commands=commands)
 
 
+def times_of(command: Command) -> list[float]:
+    """Return the times of a command that was answered."""
+    pairs = [span[1:] for span in (*command.spans, *command.actions)]
+    return [command.received, command.answered or 0, *(end or 0 for pair in pairs for end in pair)]
+
+
 def test_a_host_whose_clock_is_behind_is_moved_onto_the_coordinators() -> None:
     lives = lives_of(ORDERS["1f1b"].build(Placement.identity(3), 4, ["never"] * 3))
     own = [replace(life, samples=(ClockSample(BASE, 0.0, 1e-6),)) for life in lives]
     found = aligned([own[0], own[1], behind(lives[2], 4321.5)])
+    for command, original in zip(found[2].commands, lives[2].commands, strict=True):
+        assert times_of(command) == pytest.approx(times_of(original), abs=1e-5)
     events = chrome.events(found)
     begins = {e["id"]: e["ts"] for e in events if e["ph"] == "b"}
     assert begins

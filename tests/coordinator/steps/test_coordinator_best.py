@@ -123,6 +123,21 @@ def test_a_later_coordinator_knows_the_earlier_evaluations() -> None:
     assert job.saves_requested(0) == [2]
 
 
+def test_a_later_pass_is_compared_with_the_best_that_has_a_checkpoint() -> None:
+    """The weights of step 2 are gone."""
+    passes = tuple(evaluation_of(step, loss) for step, loss in ((1, 0.5), (2, 0.1), (3, 0.4)))
+    start = Start(
+        (JobState(3, None, passes[2]), Restore(3, "runs/x/checkpoints/3")),
+        recorded=3,
+        evaluations=passes,
+        checkpoints=frozenset({1, 3}),
+        saved=3,
+    )
+    job = ScriptedJob(2, start=start, evaluate_every=1, steps=9).running()
+    train(job, {4: 0.45, 5: 0.3})
+    assert job.saves_requested(0) == [5]
+
+
 def test_a_figure_that_no_evaluation_has_ends_the_job_after_a_checkpoint() -> None:
     for steps in (1, 9):
         job = ScriptedJob(2, evaluate_every=1, steps=steps, best="max:acc").running()

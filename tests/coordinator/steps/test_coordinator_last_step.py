@@ -42,12 +42,14 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("within", [False, True])
-def test_the_last_whole_step_is_saved_before_the_job_ends(failure: str, within: bool) -> None:
+@pytest.mark.parametrize("within", ["", "step", "pass"])
+def test_the_last_whole_step_is_saved_before_the_job_ends(failure: str, within: str) -> None:
     job = after_a_step()
-    if within:
+    if within == "step":
         job.called(CallKind.STEP)
         job.done(0, 2)
+    elif within == "pass":
+        job.called(CallKind.EVALUATE)
     message, status = FAILURES[failure]
     assert saves(job.receive(message)) == [Advance(Save(1))] * 2
     job.receive(Failed(0, Failure(Cause.PEER, "the channel closed")))

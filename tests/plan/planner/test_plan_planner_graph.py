@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.errors import ScheduleError
-from pipeworker.facts.layer_facts import NetworkFacts
-from pipeworker.plan.actions import Action, Kind
+from pipeworker.facts.layer_facts import LayerSkip, NetworkFacts
+from pipeworker.plan.actions import Action, Edge, Kind, Payload
 from pipeworker.plan.connect import connect
 from pipeworker.plan.orders import Order
 from pipeworker.plan.partition import even, ranges
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planner.bounds import Bounds, is_common, moves
-from pipeworker.plan.planner.costs import stage_costs
+from pipeworker.plan.planner.costs import edge_bytes, stage_costs
 from pipeworker.plan.planner.stages import Divisions
 from pipeworker.plan.planner.step_graph import StepGraph
 from pipeworker.plan.simulate import simulate
-from support.pure.facts import DRAWN_ORDERS, networks
+from support.pure.facts import DRAWN_ORDERS, layer, network, networks
 
+LAYERS = [layer(output_bytes=10), layer(output_bytes=20, passes_gradient=False), layer()]
 MODES = st.sampled_from(["never", "except_first", "always"])
+
+
+def test_every_channel_has_the_bytes_of_a_micro_batch() -> None:
+    skip, tie = LayerSkip(0, 2, 5), LayerSkip(0, 2, 9)
+    facts = replace(network(LAYERS), target_bytes=7, skips=(skip,), ties=(tie,))
+    assert edge_bytes(facts, ((0, 1), (1, 2), (2, 3))) == {
+        Edge(0, 2, Payload.TARGET): 7,
+        Edge(0, 1, Payload.ACTIVATION): 10,
+        Edge(1, 0, Payload.GRADIENT): 10,
+        Edge(1, 2, Payload.ACTIVATION): 20,
+        Edge(2, 1, Payload.GRADIENT): 0,
+        Edge(0, 2, Payload.SKIP): 5,
+        Edge(2, 0, Payload.SKIP_GRADIENT): 5,
+        Edge(0, 2, Payload.TIED): 9,
+        Edge(2, 0, Payload.TIED): 9,
+    }
 
 
 @given(
