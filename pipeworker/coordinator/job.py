@@ -391,7 +391,9 @@ class Job:
         step = self.progress.recorded
         if (position.phase, position.step) != (Phase.UPDATE, step):
             return []
-        if step <= self._newest_state.step:
+        # A loop of the user's own may have left the newest state by loading an earlier one.
+        own_loop, progress = self._options.own_loop, self.progress
+        if step <= (progress.saved if own_loop else self._newest_state.step):
             return []
         self.progress.recorded -= 1
         return [Withdraw(step), Log(f"step {step} is not recorded: its update failed")]

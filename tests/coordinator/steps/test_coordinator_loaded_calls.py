@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from pipeworker.coordinator.effects import Commit
+from pipeworker.coordinator.effects import Commit, Withdraw
 from pipeworker.coordinator.loss_scaler import LossScaler
+from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.position import Phase, Position
 from pipeworker.facts.step import StepResult
 from pipeworker.wire.messages.checkpoint import Save
 from pipeworker.wire.messages.directions import Advance
+from pipeworker.wire.messages.presence import Failed
 from pipeworker.wire.messages.step import (
     CallKind,
     EpochEnded,
@@ -49,6 +52,24 @@ def test_steps_repeated_after_a_load_are_recorded_again() -> None:
     job.called(CallKind.LOAD, loaded=Loaded(1))
     job.called(CallKind.STEP)
     assert [row.step for row in of(job.step(2), StepResult)] == [2]
+
+
+def test_a_repeated_step_whose_update_fails_is_not_recorded() -> None:
+    """The checkpoint of a step that the loop has left says nothing about its update."""
+    job = own_loop_job()
+    for step in (1, 2):
+        job.called(CallKind.STEP)
+        job.step(step)
+    job.called(CallKind.SAVE)
+    job.checkpointed()
+    job.called(CallKind.LOAD, loaded=Loaded(1))
+    job.called(CallKind.STEP)
+    job.step(2)
+    position = Position(Phase.UPDATE, 2)
+    job.receive(Failed(1, Failure(Cause.USER, "the optimizer raised", position=position)))
+    job.saved(error="the optimizer raised")
+    assert of(job.effects, Withdraw) == [Withdraw(2)]
+    assert (job.ended.status, job.ended.steps) == ("failed", 1)
 
 
 @pytest.mark.parametrize(
