@@ -205,3 +205,14 @@ def test_a_checkpoint_discarded_by_a_loss_is_no_failure() -> None:
     assert copies(job.step(2)) == [Copy(2, 1, save=True)] * 2
     job.checkpointed()
     assert not job.job.end
+
+
+def test_a_checkpoint_of_the_first_weights_that_fails_is_not_awaited_by_later_workers() -> None:
+    """They are before the same step, but do not wait for its checkpoint."""
+    job = replaceable_job(evaluate_first=True, evaluate_every=1)
+    job.start()
+    job.evaluated(0)
+    job.saved()
+    job.exited(1, -9)
+    assert job.checkpoint_failed(FULL) == [Discard(0), warned(0, CONTINUES)]
+    assert job.state() is State.JOINING
