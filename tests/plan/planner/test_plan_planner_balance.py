@@ -110,6 +110,19 @@ def test_a_local_search_comes_close_to_the_search_balance(
     assert sum(lost) / len(lost) < 0.01
 
 
+def test_cuts_move_to_where_little_is_sent() -> None:
+    """Even stages take 302 s, and those whose slowest one is as fast as possible 262 s."""
+    large = {0, 3, 4, 5, 6, 8}
+    layers = [
+        layer(seconds, 2 * seconds, output_bytes=40 * (number in large))
+        for number, seconds in enumerate((7, 3, 3, 3, 2, 3, 5, 1, 8, 2))
+    ]
+    facts = replace(network(layers), seconds_per_byte=0.25)
+    arguments = facts, resolve("1f1b"), Placement.identity(3), 4, ("never",) * 3
+    few, every = (search_balance(Divisions(*arguments), nodes) for nodes in (1, 10**7))
+    assert few.seconds == every.seconds == 225
+
+
 def test_a_heavy_layer_gets_a_stage_of_its_own() -> None:
     facts = network([layer(), layer(), layer(), layer(10, 20), layer(), layer()])
     found = search_balance(Divisions(facts, resolve("gpipe"), Placement.identity(3), 16))
