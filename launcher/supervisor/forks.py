@@ -153,7 +153,7 @@ class Forks:
         limit = 1 if ranks > few and not self._joined else few
         missing = [rank for rank in range(ranks) if rank not in self._hosts]
         found = []
-        for rank in missing[: limit - len(self._hosts) + self._joined]:
+        for rank in missing[: max(0, limit - len(self._hosts) + self._joined)]:
             host = self._hosts[rank] = hosts[rank]
             local_rank = rank - hosts.index(host)
             first = self.generation == 1 and not local_rank
