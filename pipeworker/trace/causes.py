@@ -22,7 +22,7 @@ from pipeworker.plan.actions import RECEIVES, REPLICAS, SENDS, Kind
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.schedule import Schedule
-from pipeworker.plan.simulate import Costs, Timing, simulate
+from pipeworker.plan.simulate import Costs, simulate
 from pipeworker.trace.recorder import UPDATE
 from pipeworker.trace.timeline import Command, WorkerLife
 from pipeworker.trace.waits import Waits
@@ -185,14 +185,15 @@ def breakdown(
         total += one.end - one.begin
         waits = Waits.of(one.lives, one.commands)
         last = min(one.end, max(command.answered or 0.0 for command in one.commands))
-        for place, (life, command) in enumerate(zip(one.lives, one.commands, strict=True)):
+        idle = explained.idle(one)
+        for life, command, simulated in zip(one.lives, one.commands, idle, strict=True):
             time = workers.setdefault(life.rank, WorkerTime(life.rank, life.stages, life.replica))
             known, waited, for_replicas = _measured(time, life, command, waits)
             waited += waits.behind(life, command, last)
             outside = command.received - one.begin + one.end - last
             time.idle[between] += outside
             known += outside
-            simulated, delays = explained.idle(one, place), waits.delays(life, command)
+            delays = waits.delays(life, command)
             known += _explain(time, waited, for_replicas, simulated, delays, between)
             time.idle[OTHER] += one.end - one.begin - known
     for time in workers.values():
@@ -293,23 +294,25 @@ class _Explained:
             replica: costs_of(chosen, replica)
             for replica in {life.replica for one in chosen for life in one.lives}
         }
-        self._timings: dict[Schedule, tuple[Timing, Timing] | None] = {}
+        self._idle: dict[Schedule, Sequence[tuple[float, float]]] = {}
 
-    def idle(self, one: MiniBatch, place: int) -> tuple[float, float]:
-        """Return the idle seconds of a worker with even costs, and with those measured."""
-        replica = one.lives[place].replica
+    def idle(self, one: MiniBatch) -> list[tuple[float, float]]:
+        """Return each worker's idle seconds with even costs, and with those measured."""
+        replicas = [life.replica for life in one.lives]
+        found = {replica: iter(self._of_replica(one, replica)) for replica in {*replicas}}
+        return [next(found[replica]) for replica in replicas]
+
+    def _of_replica(self, one: MiniBatch, replica: int) -> Sequence[tuple[float, float]]:
+        """Return the same of the workers of one replica."""
         schedule = schedule_of(one, replica)
-        worker = sum(life.replica == replica for life in one.lives[:place])
-        if schedule not in self._timings:
-            measured, self._timings[schedule] = self._costs[replica], None
+        if schedule not in self._idle:
+            measured = self._costs[replica]
+            self._idle[schedule] = ((0.0, 0.0),) * len(schedule.workers)
             with suppress(ScheduleError, IndexError):  # of another version, or of no worker's
-                timings = simulate(schedule, evened(measured)), simulate(schedule, measured)
-                self._timings[schedule] = timings
-        found = self._timings[schedule]
-        if found is None:
-            return 0.0, 0.0
-        even, own = (sum(timing.idle[worker].values()) for timing in found)
-        return even, own
+                even, own = simulate(schedule, evened(measured)), simulate(schedule, measured)
+                pairs = zip(even.idle, own.idle, strict=True)
+                self._idle[schedule] = [(sum(a.values()), sum(b.values())) for a, b in pairs]
+        return self._idle[schedule]
 
 
 def schedule_of(one: MiniBatch, replica: int = 0) -> Schedule:

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from pipeworker.plan.actions import RECEIVES, SENDS, Kind
 from pipeworker.plan.orders import ORDERS, Order
+from pipeworker.plan.placement import Placement
+from pipeworker.plan.schedule import Schedule
 from pipeworker.plan.simulate import Costs, simulate
+from pipeworker.trace import causes
 from pipeworker.trace.causes import (
     CAUSES,
     COORDINATOR,
@@ -21,9 +24,11 @@ from pipeworker.trace.causes import (
     RECOVERY,
     TRANSFER,
     Breakdown,
+    MiniBatch,
     WorkerTime,
     breakdown,
     mini_batches,
+    schedule_of,
     undisturbed,
 )
 from pipeworker.trace.recorder import EVALUATION
@@ -162,6 +167,23 @@ def test_with_even_stages_only_the_schedule_is_to_blame(name: str) -> None:
         assert time.idle[FILL_DRAIN] == pytest.approx(2 * sum(idle.values()))
         assert time.idle[IMBALANCE] == pytest.approx(0, abs=1e-6)
         assert time.idle[TRANSFER] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_schedule_is_put_together_once_a_mini_batch_however_many_workers_run_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[MiniBatch] = []
+
+    def counted(one: MiniBatch, replica: int = 0) -> Schedule:
+        made.append(one)
+        return schedule_of(one, replica)
+
+    monkeypatch.setattr(causes, "schedule_of", counted)
+    schedule = ORDERS["1f1b"].build(Placement.identity(6), 6, ["never"] * 6)
+    lives = lives_of(schedule, Costs.even(6, 0.010, 0.020))
+    found = [*mini_batches(lives)]
+    breakdown(lives, found)
+    assert made == found
 
 
 def test_a_slow_stage_makes_the_others_wait() -> None:
