@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Literal
 
 from pipeworker.errors import UsageError
@@ -13,8 +14,10 @@ from pipeworker.plan.orders import AUTO, ORDERS, Order, resolve
 from pipeworker.plan.partition import most_stages
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planned import Planned
+from pipeworker.plan.planner.memory import LayerBytes
 from pipeworker.plan.planner.planner import plan_order
 from pipeworker.plan.planner.search import search
+from pipeworker.plan.planner.stages import limits_of
 from pipeworker.plan.text import is_text
 
 WORKERS = (1, 2, 4, 8)
@@ -66,11 +69,7 @@ def plan_request(facts: NetworkFacts, request: PlanRequest, *, strict: bool = Tr
     Raises:
         UsageError: nothing fits although it must, or the request does not fit the network.
     """
-    facts = replace(
-        for_workers(facts, request.workers),
-        replicas=request.replicas,
-        shards_optimizer=request.shard_optimizer,
-    )
+    facts = _with_options(facts, request)
     if request.schedule == AUTO:
         return search(
             facts,
@@ -110,6 +109,15 @@ def written_modes(order: Order, placement: Placement) -> tuple[str, ...]:
     )
     again = {a.stage for some in schedule.workers for a in some if a.kind is Kind.RECOMPUTE}
     return tuple("always" if stage in again else "never" for stage in range(placement.stages))
+
+
+def _with_options(facts: NetworkFacts, request: PlanRequest) -> NetworkFacts:
+    """Return the facts of a network for the workers and replicas of a request."""
+    return replace(
+        for_workers(facts, request.workers),
+        replicas=request.replicas,
+        shards_optimizer=request.shard_optimizer,
+    )
 
 
 def for_workers(facts: NetworkFacts, workers: int) -> NetworkFacts:
@@ -160,7 +168,24 @@ def fewest_workers(facts: NetworkFacts, request: PlanRequest) -> int:
     parts = most_stages(len(facts.layers), facts.shared_buffers)
     numbers = range(1, parts // stages + 1)
     unlimited = replace(request, balance=None)
-    return next((n for n in numbers if _fits(facts, replace(unlimited, workers=n))), 0)
+    requests = (replace(unlimited, workers=n) for n in numbers)
+    fitting = (one for one in requests if _has_room(facts, one) and _fits(facts, one))
+    return next((one.workers for one in fitting), 0)
+
+
+def _has_room(facts: NetworkFacts, request: PlanRequest) -> bool:
+    """Return whether the workers have room for what the layers hold all the time.
+
+    A plan for many workers takes long, and most numbers of workers are too few by this alone.
+    """
+    facts, count = _with_options(facts, request), len(facts.layers)
+    rooms = [
+        inf if limit is None else limit - facts.base_bytes
+        for limit in limits_of(facts, request.workers)
+    ]
+    state = LayerBytes(facts, request.microbatches).state
+    largest = max(state((layer, layer + 1)) for layer in range(count))
+    return state((0, count)) <= sum(rooms) and largest <= max(rooms)
 
 
 def _fits(facts: NetworkFacts, request: PlanRequest) -> bool:

@@ -8,8 +8,11 @@ from itertools import product
 import pytest
 
 from pipeworker.errors import UsageError
+from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.plan.actions import COMPUTE, Kind
 from pipeworker.plan.orders import ORDERS
+from pipeworker.plan.planned import Planned
+from pipeworker.plan.planner import choices
 from pipeworker.plan.planner.choices import (
     MOST_MICROBATCHES,
     PlanRequest,
@@ -128,6 +131,22 @@ def test_the_fewest_workers_that_the_network_fits_on() -> None:
             with pytest.raises(UsageError, match="memory"):
                 plan_request(facts, replace(GPIPE, workers=(found or 9) - 1))
     assert fewest_workers(network(LAYERS, 20, 1), GPIPE) == 0
+
+
+@pytest.mark.parametrize("sizes", [[100] * 24, [5000] + [10] * 23])
+def test_numbers_of_workers_without_room_for_the_parameters_are_not_planned(
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[int] = []
+
+    def counted(facts: NetworkFacts, request: PlanRequest) -> Planned:
+        planned.append(request.workers)
+        return plan_request(facts, request)
+
+    monkeypatch.setattr(choices, "plan_request", counted)
+    facts = network([layer(parameter_bytes=size) for size in sizes], 1000, 1)
+    found = fewest_workers(replace(facts, base_bytes=700), GPIPE)
+    assert (found, planned) == ((8, [8]) if max(sizes) < 300 else (0, []))
 
 
 FROZEN = replace(
