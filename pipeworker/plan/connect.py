@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pipeworker.plan.actions import INPUTS, SENDS, WEIGHTS, Action, Edge, Kind, Payload
 from pipeworker.plan.frozen import front
@@ -34,14 +34,28 @@ def connect(
     `orders` are the compute actions of each worker, fetches included, without the backwards that
     `frozen` stages do not have. The schedule is not checked yet.
     """
-    around = _around(placement, skips, front(frozen, placement.stages))
-    workers = []
-    for worker, (order, held) in enumerate(zip(orders, placement.held, strict=True)):
-        actions = _with_ends(order, around, reads=0 in held)
-        if placement.replicas > 1:
-            actions = _over_replicas(actions, held)
-        workers.append((*actions, *_reduction(placement, worker, ties)))
-    return Schedule(name, microbatches, placement, tuple(workers), skips, ties, frozen=frozen)
+    workers = tuple(
+        connected(order, worker, placement, skips, ties, frozen)
+        for worker, order in zip(range(placement.workers), orders, strict=True)
+    )
+    return Schedule(name, microbatches, placement, workers, skips, ties, frozen=frozen)
+
+
+def connected(
+    order: Sequence[Action],
+    worker: int,
+    placement: Placement,
+    skips: Pairs = (),
+    ties: Pairs = (),
+    frozen: tuple[int, ...] = (),
+) -> tuple[Action, ...]:
+    """Return the actions of one worker in the schedule that :func:`connect` makes."""
+    held = placement.held[worker]
+    around = _around(placement, held, skips, front(frozen, placement.stages))
+    actions = _with_ends(order, around, reads=0 in held)
+    if placement.replicas > 1:
+        actions = _over_replicas(actions, held)
+    return (*actions, *_reduction(placement, worker, ties))
 
 
 def forward_only(placement: Placement, skips: Pairs = (), microbatches: int = 1) -> Schedule:
@@ -50,7 +64,7 @@ def forward_only(placement: Placement, skips: Pairs = (), microbatches: int = 1)
     Evaluation streams any number of micro-batches through the actions of one. With more
     `microbatches` the schedule is the beginning of such a stream, and its end.
     """
-    around, behind = _around(placement, skips), lags(placement)
+    behind = lags(placement)
     orders = [
         [
             Action(Kind.FORWARD, stage, number - behind[stage])
@@ -60,7 +74,10 @@ def forward_only(placement: Placement, skips: Pairs = (), microbatches: int = 1)
         ]
         for held in placement.held
     ]
-    workers = tuple(tuple(_with_ends(order, around, reads=False)) for order in orders)
+    workers = tuple(
+        tuple(_with_ends(order, _around(placement, held, skips), reads=False))
+        for order, held in zip(orders, placement.held, strict=True)
+    )
     return Schedule("evaluation", microbatches, placement, workers, skips, (), forward_only=True)
 
 
@@ -92,18 +109,23 @@ _Around = dict[Kind, tuple[list[End], list[End]]]
 """By kind of action, the receives before it and the sends after it."""
 
 
-def _around(placement: Placement, skips: Pairs, first: int = 0) -> list[_Around]:
-    ends = [StageEnds.of(placement, stage, skips, first) for stage in range(placement.stages)]
-    return [
-        {
+def _around(
+    placement: Placement, held: Sequence[int], skips: Pairs, first: int = 0
+) -> dict[int, _Around]:
+    """Return the receives and sends of the stages of a worker, by stage."""
+    ends = {stage: StageEnds.of(placement, stage, skips, first) for stage in held}
+    return {
+        stage: {
             Kind.FORWARD: (e.before_forward, e.after_forward),
             **dict.fromkeys(INPUTS, (e.before_backward, e.after_backward)),
         }
-        for e in ends
-    ]
+        for stage, e in ends.items()
+    }
 
 
-def _with_ends(order: Sequence[Action], around: Sequence[_Around], *, reads: bool) -> list[Action]:
+def _with_ends(
+    order: Sequence[Action], around: Mapping[int, _Around], *, reads: bool
+) -> list[Action]:
     found: list[Action] = []
     for action in order:
         kind, stage, m, _ = action

@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from pipeworker.errors import ScheduleError, UsageError
 from pipeworker.plan import text
 from pipeworker.plan.actions import Action
-from pipeworker.plan.connect import connect
+from pipeworker.plan.connect import connected
 from pipeworker.plan.frozen import without_backwards
 from pipeworker.plan.orders.building_block import v_half, v_min
 from pipeworker.plan.orders.dualpipev import dualpipev
@@ -92,13 +92,32 @@ class Order:
         """
         if placement.workers < 1 or microbatches < (placement.replicas == 1):
             raise ScheduleError("a schedule needs at least one stage and one micro-batch")
-        workers = range(placement.workers)
-        compute = [self.line(worker, placement, microbatches, modes) for worker in workers]
+        workers = tuple(
+            self.actions(worker, placement, microbatches, modes, skips, ties, frozen)
+            for worker in range(placement.workers)
+        )
+        return Schedule(self.name, microbatches, placement, workers, skips, ties, frozen=frozen)
+
+    def actions(
+        self,
+        worker: int,
+        placement: Placement,
+        microbatches: int,
+        modes: Sequence[str],
+        skips: Pairs = (),
+        ties: Pairs = (),
+        frozen: tuple[int, ...] = (),
+    ) -> tuple[Action, ...]:
+        """Return the actions of one worker in the schedule that :meth:`build` makes.
+
+        Of the `modes`, those of its own stages count.
+        """
+        order = self.line(worker, placement, microbatches, modes)
         if frozen:
-            compute = [without_backwards(o, frozen, placement.stages) for o in compute]
-        if offloads := {stage for stage, mode in enumerate(modes) if mode == OFFLOAD}:
-            compute = [with_fetches(order, offloads) for order in compute]
-        return connect(self.name, microbatches, placement, compute, skips, ties, frozen)
+            order = without_backwards(order, frozen, placement.stages)
+        if offloads := {stage for stage in placement.held[worker] if modes[stage] == OFFLOAD}:
+            order = with_fetches(order, offloads)
+        return connected(order, worker, placement, skips, ties, frozen)
 
     def line(
         self, worker: int, placement: Placement, microbatches: int, modes: Sequence[str]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.plan import frozen
-from pipeworker.plan.actions import Edge, Kind
+from pipeworker.plan.actions import Action, Edge, Kind
 from pipeworker.plan.orders import Order
 from pipeworker.plan.partition import cuts, even, ranges
 from pipeworker.plan.placement import Placement
@@ -31,7 +31,7 @@ from pipeworker.plan.planner.memory import (
 )
 from pipeworker.plan.planner.step_graph import Path, StepGraph
 from pipeworker.plan.recompute import OFFLOAD
-from pipeworker.plan.schedule import CHANNEL_CAPACITY, Pairs
+from pipeworker.plan.schedule import CHANNEL_CAPACITY, Pairs, Schedule
 
 MODES = ("never", "except_first", "always")
 """The recompute modes that ``auto`` chooses from, the fastest first. Offload keeps three graphs on
@@ -95,7 +95,9 @@ class Divisions:
         self.bytes = LayerBytes(facts, microbatches)
         self.limits = facts.limits or (None,) * placement.workers
         self.speeds = facts.speeds or (1.0,) * placement.workers
-        schedule = order.build(placement, microbatches, ["always"] * placement.stages)
+        self._lines: dict[int, tuple[object, tuple[Action, ...]]] = {}
+        """By worker, its actions in the schedule that was built last, and what they depend on."""
+        schedule = self._built((), (), (MODES[-1],) * self.stages, ())
         self.moments = moments(schedule)
         self._ends = _ends_of(placement, self.moments, microbatches)
         self.splits = any(
@@ -249,9 +251,24 @@ class Divisions:
         if key not in self._graphs:
             if len(self._graphs) >= _GRAPHS:
                 self._graphs.clear()
-            built = self.order.build(self.placement, self.microbatches, key[2], skips, tied, still)
-            self._graphs[key] = StepGraph(built, handles=self.facts.handling > 0)
+            self._graphs[key] = StepGraph(self._built(*key), handles=self.facts.handling > 0)
         return self._graphs[key]
+
+    def _built(
+        self, skips: Pairs, ties: Pairs, modes: tuple[str, ...], frozen: tuple[int, ...]
+    ) -> Schedule:
+        """Return the schedule of a step; makes anew the actions of workers whose modes change.
+
+        Most balances that are judged one after the other differ in the modes of few workers.
+        """
+        order, placement, count = self.order, self.placement, self.microbatches
+        for worker, held in enumerate(placement.held):
+            key = skips, ties, frozen, [modes[stage] for stage in held]
+            if worker not in self._lines or self._lines[worker][0] != key:
+                line = order.actions(worker, placement, count, modes, skips, ties, frozen)
+                self._lines[worker] = key, line
+        workers = tuple(self._lines[worker][1] for worker in range(placement.workers))
+        return Schedule(order.name, count, placement, workers, skips, ties, frozen=frozen)
 
     def pairs(self, balance: tuple[int, ...]) -> tuple[Pairs, Pairs]:
         """Return the pairs of stages that skips lead between, and those that share a parameter."""

@@ -21,6 +21,7 @@ from pipeworker.plan.planner.balance import lacking, search_balance
 from pipeworker.plan.planner.costs import stage_costs
 from pipeworker.plan.planner.planner import plan_order
 from pipeworker.plan.planner.stages import Divisions
+from pipeworker.plan.schedule import Pairs, StageEnds
 from pipeworker.plan.simulate import simulate
 from support.draws import draws
 from support.pure.facts import DRAWN_ORDERS, layer, network, networks
@@ -301,3 +302,23 @@ def test_a_thousand_layers_over_64_stages_need_few_evaluations() -> None:
     assert slowest < 1.1 * divisions.costs.forward[-1] / 64
     # The evaluations take most of the time: of a second, where 28,000 nodes take 4 ms.
     assert len(divisions.judged) <= 100
+
+
+def test_a_balance_with_other_modes_makes_anew_the_actions_of_their_workers_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+    ends_of = StageEnds.of
+
+    def counted(placement: Placement, stage: int, skips: Pairs, front: int) -> StageEnds:
+        made.append(stage)
+        return ends_of(placement, stage, skips, front)
+
+    order, layers = resolve("zb-h1"), [layer(saved_bytes=100)] * 12
+    peaks = Divisions(network(layers), order, order.place(6), 8).peaks((2,) * 6)
+    facts = replace(network(layers), limits=peaks)
+    divisions = Divisions(facts, order, order.place(6), 8)
+    assert divisions.judge((2,) * 6).modes == ("never",) * 6
+    monkeypatch.setattr(StageEnds, "of", staticmethod(counted))
+    found = divisions.judge((1, 2, 3, 2, 2, 2))
+    assert made == [stage for stage, mode in enumerate(found.modes) if mode != "never"] == [2]
