@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
+from operator import ge
 from typing import NamedTuple
 
 from pipeworker.facts.layer_facts import LayerFacts, NetworkFacts
@@ -274,8 +275,9 @@ def moments_of(actions: Sequence[Action], held: Sequence[int]) -> Moments:
     again = {(a.stage, a.microbatch) for a in actions if a.kind is Kind.RECOMPUTE}
     now = {stage: [0, 0, 0, 0, 0] for stage in held}
     found: dict[tuple[tuple[int, ...], ...], None] = {}
+    grown = False
 
-    def note() -> None:
+    def note() -> None:  # before something is released: until then it holds ever more
         found[tuple(tuple(now[stage]) for stage in held)] = None
 
     for kind, stage, m, _ in actions:
@@ -283,25 +285,32 @@ def moments_of(actions: Sequence[Action], held: Sequence[int]) -> Moments:
         if counts is None:
             continue
         if kind is Kind.FORWARD:
-            kept = (stage, m) not in again
             counts[0] += 1
             counts[1] += 1
             counts[2] += 1
             counts[3] += 1
-            note()
-            counts[2] -= not kept
-            counts[3] -= not kept and m != 0
+            grown = True
+            if (stage, m) in again:
+                note()
+                grown = False
+                counts[2] -= 1
+                counts[3] -= m != 0
         elif kind is Kind.RECOMPUTE:
             counts[2] += 1
             counts[3] += m != 0
-            note()
+            grown = True
         elif kind is Kind.BACKWARD_INPUT:
             counts[4] += 1
-            note()
+            grown = True
         elif kind in WEIGHTS:
+            if grown:
+                note()
+                grown = False
             for at in range(4):
                 counts[at] -= 1
             counts[4] -= kind is Kind.BACKWARD_WEIGHT
+    if grown:
+        note()
     return tuple(tuple(Held(*counts) for counts in moment) for moment in _most(found))
 
 
@@ -310,7 +319,7 @@ def _most(moments: Iterable[tuple[tuple[int, ...], ...]]) -> list[tuple[tuple[in
     flat = sorted({sum(moment, ()): moment for moment in moments}.items(), reverse=True)
     kept: list[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]] = []
     for numbers, moment in flat:
-        if not any(all(a >= b for a, b in zip(k, numbers, strict=True)) for k, _ in kept):
+        if not any(all(map(ge, k, numbers)) for k, _ in kept):
             kept.append((numbers, moment))
     return [moment for _, moment in kept]
 
