@@ -55,10 +55,12 @@ class Bounds:
 
         Cut n is behind stage n. None if a stage would have no layer.
         """
-        places = [place + step * (cut in cuts) for cut, place in enumerate(self._places)]
-        bounded = [-1, *places, len(self._divisions.cuts)]
-        if any(a >= b for a, b in pairwise(bounded)):
+        known, end = self._places, len(self._divisions.cuts)
+        before = known[cuts.start - 1] if cuts.start else -1
+        after = known[cuts.stop] if cuts.stop < len(known) else end
+        if known[cuts.start] + step <= before or known[cuts.stop - 1] + step >= after:
             return None
+        places = [place + step * (cut in cuts) for cut, place in enumerate(known)]
         found = [0, *(self._divisions.cuts[place] for place in places), self._divisions.layers]
         return tuple(b - a for a, b in pairwise(found))
 
