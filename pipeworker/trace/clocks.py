@@ -12,6 +12,7 @@ from bisect import bisect
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from pipeworker.trace.timeline import ActionSpan, ClockSample, Command, Span, WorkerLife
 
@@ -77,7 +78,7 @@ class Clocks:
         samples = self.samples.get(clock, ())
         if not samples:
             return 0.0, float("inf")
-        place = bisect([sample.at for sample in samples], at)
+        place = bisect(samples, at, key=attrgetter("at"))
         if place in (0, len(samples)):
             nearest = samples[max(0, place - 1)]
             return nearest.offset, nearest.error

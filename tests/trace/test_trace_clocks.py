@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -60,6 +61,22 @@ def test_a_drift_is_followed_between_measurements() -> None:
     assert clocks.offset("one", 900) == (5.0, 1e-4)
     assert clocks.offset("one", 2000) == (5.1, 2e-4)
     assert clocks.offset("another", 900) == (0.0, float("inf"))
+
+
+class Searched(tuple[ClockSample, ...]):
+    """Measurements that are not all read: a long run has thousands, for each of its commands."""
+
+    __slots__ = ()
+
+    def __iter__(self) -> Iterator[ClockSample]:
+        raise AssertionError("all measurements are read")
+
+
+def test_the_time_of_a_command_is_searched_among_the_measurements() -> None:
+    clocks = Clocks({"a": Searched(ClockSample(30.0 * n, float(n), 0.5) for n in range(100))})
+    assert clocks.offset("a", 45.0) == (1.5, 0.5)
+    assert clocks.offset("a", -1.0) == (0.0, 0.5)
+    assert clocks.offset("a", 1e6) == (99.0, 0.5)
 
 
 def behind(life: WorkerLife, seconds: float) -> WorkerLife:
