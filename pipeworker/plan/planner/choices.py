@@ -17,7 +17,6 @@ from pipeworker.plan.planned import Planned
 from pipeworker.plan.planner.memory import LayerBytes
 from pipeworker.plan.planner.planner import plan_order
 from pipeworker.plan.planner.search import search
-from pipeworker.plan.planner.stages import limits_of
 from pipeworker.plan.text import is_text
 
 WORKERS = (1, 2, 4, 8)
@@ -179,10 +178,9 @@ def _has_room(facts: NetworkFacts, request: PlanRequest) -> bool:
     A plan for many workers takes long, and most numbers of workers are too few by this alone.
     """
     facts, count = _with_options(facts, request), len(facts.layers)
-    rooms = [
-        inf if limit is None else limit - facts.base_bytes
-        for limit in limits_of(facts, request.workers)
-    ]
+    if not facts.limits:
+        return True
+    rooms = [inf if limit is None else limit - facts.base_bytes for limit in facts.limits]
     state = LayerBytes(facts, request.microbatches).state
     largest = max(state((layer, layer + 1)) for layer in range(count))
     return state((0, count)) <= sum(rooms) and largest <= max(rooms)
