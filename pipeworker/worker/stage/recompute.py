@@ -175,10 +175,11 @@ class Buffers:
         forward may change.
         """
         found: list[tuple[Slot, Any]] = []
+        weights = {id(p) for module in self._modules for p in module.parameters(recurse=False)}
         for module in self._modules:
             for name, value in vars(module).items():
                 old, copy = before.get((module, name), (ABSENT, ABSENT))
-                if not isinstance(value, torch.Tensor):
+                if not isinstance(value, torch.Tensor) or id(value) in weights:
                     continue
                 lasts = value.requires_grad or not is_small((module, name), value)
                 if lasts and old is value and is_same(value, copy):

@@ -141,14 +141,14 @@ class SavedBuffers:
     def _candidates(self) -> dict[Slot, tuple[torch.Tensor, _State]]:
         """Return the tensors that a forward may change in place, and their states.
 
-        A tensor that shares its memory with another one is left out: a copy would not show what is
-        written to the other.
+        A tensor that shares its memory with another one, or is a parameter of a module, is left
+        out: a copy would not show what is written to the other.
         """
         found = {
             (module, name): value for module in self._modules for name, value in _tensors_of(module)
         }
-        distinct = {id(t): t for t in (*found.values(), *self._weights)}
-        uses: Counter[int | None] = Counter(addresses_of(distinct.values()))
+        distinct = {id(tensor): tensor for tensor in found.values()}
+        uses: Counter[int | None] = Counter(addresses_of((*distinct.values(), *self._weights)))
         return {
             slot: (value, _state_of(value))
             for slot, value in found.items()

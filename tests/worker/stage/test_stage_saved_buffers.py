@@ -136,6 +136,25 @@ class Switching(nn.Linear):
         return normal
 
 
+class Thawing(nn.Linear):
+    """Trains its weight from the second mini-batch on, which a part has in a plain attribute."""
+
+    forwards: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.long))
+        self.weight.requires_grad_(False)
+        self.part = nn.Module()
+        vars(self.part)["shared"] = self.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.forwards == 4:
+            self.weight.requires_grad_()
+        self.forwards += 1
+        return F.linear(x, vars(self.part)["shared"], self.bias)
+
+
 class SwitchingLate(Switching):
     """Uses the statistics first, as a stage sees when it is built."""
 
@@ -163,7 +182,18 @@ def inputs(step: int) -> Sequence[torch.Tensor]:
 @pytest.mark.parametrize("recompute", [(), (0,), (0, 2), (1, 2, 3)])
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize(
-    "kind", [Scale, Untraced, AtTimes, Attribute, Shared, OnContext, Renorm, Switching]
+    "kind",
+    [
+        Scale,
+        Untraced,
+        AtTimes,
+        Attribute,
+        Shared,
+        OnContext,
+        Renorm,
+        Switching,
+        Thawing,
+    ],
 )
 def test_gradients_are_those_of_the_plain_loop(
     kind: type[nn.Module], offload: bool, recompute: Sequence[int]
