@@ -65,6 +65,6 @@ def is_same(now: object, before: object) -> bool:
     """Return whether two tensors have the same shape and values, or neither is there."""
     if not (isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor)):
         return now is before
-    if now.shape != before.shape or now.layout != before.layout or now.is_nested:
+    if now.is_nested or now.layout != before.layout or now.shape != before.shape:
         return False
     return all(map(torch.equal, dense_parts(now), dense_parts(before)))

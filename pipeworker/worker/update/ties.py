@@ -24,6 +24,7 @@ from pipeworker.facts.layer_names import layer_of, numbered, split_numbered
 from pipeworker.job.file import Entry
 from pipeworker.worker.internals import move_hooks
 from pipeworker.worker.stage.cut.units import computed_attributes
+from pipeworker.worker.stage.values import is_dense
 from pipeworker.worker.transport.channel import Receiver, Sender
 
 _FRAME = 64
@@ -79,7 +80,7 @@ def _ranges(entries: Sequence[Entry]) -> Iterator[_Range]:
     for index, entry in enumerate(entries):
         named = entry if isinstance(entry, nn.Module) else nn.Module()
         for name, tensor in (*named.named_parameters(), *named.named_buffers()):
-            plain = type(tensor.data) is torch.Tensor and tensor.layout is torch.strided
+            plain = type(tensor.data) is torch.Tensor and is_dense(tensor)
             if plain and tensor.numel() and not tensor.is_meta:
                 sizes = zip(tensor.shape, tensor.stride(), strict=True)
                 count = 1 + sum((n - 1) * step for n, step in sizes)

@@ -383,3 +383,11 @@ def test_a_buffer_of_two_modules_stays_one() -> None:
             assert (first(), second()) == drawn[mb.number]
     assert drawn == [(1.0, 2.0), (3.0, 4.0)]
     assert first.count is second.count
+
+
+def test_a_large_nested_tensor_may_be_in_an_attribute() -> None:
+    """It has no shape."""
+    layer = Counter()
+    layer.parts = torch.nested.nested_tensor([torch.ones(2**15), torch.ones(1)])
+    first, second = run_twice(layer, Buffers([layer]), 2)
+    assert first == second == [1, 2]

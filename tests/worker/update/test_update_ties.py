@@ -155,6 +155,7 @@ def test_parts_of_one_memory_that_do_not_overlap_are_no_tie() -> None:
     flat = torch.randn(8)
     a, b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     a.weight.data, b.weight.data = flat[:4].view(2, 2), flat[4:].view(2, 2)
+    b.register_buffer("parts", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
     reject_common_memory([a, b])
 
 
