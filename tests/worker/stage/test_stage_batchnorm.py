@@ -20,7 +20,7 @@ def test_statistics_are_those_of_the_whole(
     whole, cut = kind(3, momentum=momentum), kind(3, momentum=momentum)
     deferred = DeferredBatchNorm([nn.Sequential(nn.ReLU(), cut)])
     for step in range(3):
-        x = torch.randn(shape) * (step + 1) + step
+        x = torch.randn(shape, requires_grad=True) * (step + 1) + step
         whole(x)
         for piece in x.tensor_split(pieces):
             plain = kind(3)
@@ -29,6 +29,8 @@ def test_statistics_are_those_of_the_whole(
         before = cut.running_mean.clone()
         deferred.commit()
         assert not torch.equal(cut.running_mean, before)
+    assert cut.running_mean is not None
+    assert not cut.running_mean.requires_grad
     assert whole.num_batches_tracked == cut.num_batches_tracked == 3
     torch.testing.assert_close(cut.running_mean, whole.running_mean)
     torch.testing.assert_close(cut.running_var, whole.running_var)

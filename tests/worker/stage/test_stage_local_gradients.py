@@ -141,10 +141,12 @@ def test_a_layer_may_train_itself() -> None:
     assert torch.equal(layers[0].weight.grad, plain[0].weight.grad)  # type: ignore[arg-type]
 
 
-def test_what_a_layer_makes_of_its_gradient_counts() -> None:
-    layers, plain = net(Clipped), net(Clipped)
+@pytest.mark.parametrize("powers", [(), (2, 3)])
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_what_a_layer_makes_of_its_gradient_counts(scale: float, powers: tuple[int, ...]) -> None:
+    layers, plain = net(lambda: Clipped(*powers)), net(lambda: Clipped(*powers))
     stage = Stage([*layers], StageConfig(0, 0, 3, torch.device("cpu")), Tracker(), loss)
-    stage.begin(1)
+    stage.begin(1, loss_scale=scale)
     mb = microbatch(0, recompute=True)
     x, target = mb.value, mb.target
     stage.forward(mb)
@@ -152,7 +154,7 @@ def test_what_a_layer_makes_of_its_gradient_counts() -> None:
     stage.backward(mb)
     (loss(plain(x), target) / COUNT).backward()  # type: ignore[no-untyped-call]
     for ours, other in zip(layers.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, other.grad)  # type: ignore[arg-type]
+        assert torch.equal(ours.grad, scale * other.grad)  # type: ignore[arg-type,operator]
 
 
 class Assigns(Local):

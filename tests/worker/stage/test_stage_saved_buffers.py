@@ -130,10 +130,20 @@ class Switching(nn.Linear):
         self.register_buffer("forwards", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.norm.train(bool(self.forwards % 2 == 0) is self.first)
+        self.norm.train(self.trains(int(self.forwards)))
         self.forwards += 1
         normal: torch.Tensor = self.norm(super().forward(x))
         return normal
+
+    def trains(self, number: int) -> bool:
+        return (number % 2 == 0) is self.first
+
+
+class SwitchingOnce(Switching):
+    """Uses the statistics in the first forward of the third mini-batch, which is not compared."""
+
+    def trains(self, number: int) -> bool:
+        return number != 8
 
 
 class Thawing(nn.Linear):
@@ -192,6 +202,7 @@ def inputs(step: int) -> Sequence[torch.Tensor]:
         OnContext,
         Renorm,
         Switching,
+        SwitchingOnce,
         Thawing,
     ],
 )
