@@ -86,8 +86,6 @@ class AdvancedLoader:
         resets = bool(position.get("reset")) and workers > 0
         restores = workers > 0 and (resets or self.skipped > 0)
         fits = not restores or _fits(states, workers)
-        if not fits:
-            self.skipped = 0
         before = watch() if resets else None
         again = partial(restore, before) if resets else None
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
