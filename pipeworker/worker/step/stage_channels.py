@@ -196,9 +196,7 @@ def local_transfer(edge: Edge, source: StageChannels, target: StageChannels) -> 
 
 def _shares_memory(mb: MicroBatch, value: Any) -> bool:
     """Return whether another value that leaves the stage shares memory with `value`."""
-    others = [t for t in mb.departing.values() if t is not None]
-    if mb.departing or mb.outgoing is not None:
-        others += distinct_tensors(mb.outgoing)
+    others = distinct_tensors([*mb.departing.values(), mb.outgoing])
     memory = {tensor.untyped_storage().data_ptr() for tensor in others}
     return any(tensor.untyped_storage().data_ptr() in memory for tensor in distinct_tensors(value))
 

@@ -166,11 +166,10 @@ class Ties:
                 owner.data = torch.empty_like(owner.data)
             with torch.no_grad():
                 owner.copy_(origin)
-        for place, parameter in list(group.own.items()):
-            if parameter is not owner:
-                _check(names[min(group.own)], owner, names[place], parameter)
-                if parameter.data_ptr() != owner.data_ptr():
-                    parameter.data = owner.data
+        for place, parameter in group.own.items():
+            _check(names[min(group.own)], owner, names[place], parameter)
+            if parameter.data_ptr() != owner.data_ptr():
+                parameter.data = owner.data
 
     @property
     def aliases(self) -> set[int]:
