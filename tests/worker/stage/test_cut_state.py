@@ -398,6 +398,29 @@ def test_a_value_that_a_unit_leaves_beside_others_is_refused(
         plan_of(module, NO_TYPES, torch.randn(2, WIDTH))
 
 
+class SetsBehind(nn.Module):
+    """A forward that sets an attribute of a class behind its units, and perhaps before them."""
+
+    def __init__(self, *, at_first: bool) -> None:
+        super().__init__()
+        self.layers, self.at_first = nn.ModuleList(Common() for _ in range(2)), at_first
+        vars(self.layers[0])["uses"] = lambda: Common.factor
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.at_first:
+            Common.factor = 1.0
+        x = self.layers[1](self.layers[0](x))
+        Common.factor = 2.0
+        return x
+
+
+def test_a_value_that_the_forward_leaves_in_a_class_for_an_earlier_unit_is_refused() -> None:
+    assert len(plan_of(SetsBehind(at_first=True), NO_TYPES, torch.randn(2, WIDTH))) == 2
+    message = r"layer 0 .* sets .* for the next forward, and each stage has one"
+    with pytest.raises(UsageError, match=message):
+        plan_of(SetsBehind(at_first=False), NO_TYPES, torch.randn(2, WIDTH))
+
+
 def test_what_units_count_in_a_class_and_do_not_use_is_as_before() -> None:
     module = OfCommon()
     vars(module.layers[2])["uses"] = lambda: Common.factor

@@ -23,6 +23,7 @@ Variable = tuple[Any, str]
 """A class or a module of Python, and a name in it."""
 _State = tuple[list[Any], Any, Any]
 """Objects that show a change of a value, the value, and a copy of it: its content may change."""
+States = dict[Variable, _State]
 _VALUES = (*PLAIN_TYPES, list, dict, set, torch.Tensor)
 _ABSENT = object()
 _MOST = 1 << 10
@@ -42,10 +43,15 @@ class CommonVariables:
         kinds = [b for b in bases if b.__module__.partition(".")[0] not in others]
         files = dict.fromkeys(sys.modules.get(kind.__module__) for kind in kinds)
         self._owners = [*kinds, *filter(None, files)]
-        self.changed: dict[Variable, _State] = {}
-        self._first = self._states()
+        self.changed: States = {}
+        self._first = self._begun = self.states()
 
-    def _states(self) -> dict[Variable, _State]:
+    def begin(self) -> None:
+        """Begin a run of the forward."""
+        self._begun = self.states()
+
+    def states(self) -> States:
+        """Return the states of all variables."""
         return {
             (owner, name): _state(value)
             for owner in self._owners
@@ -56,43 +62,53 @@ class CommonVariables:
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Note what the unit that is called inside the context changes."""
-        before = self._states()
+        before = self.states()
         yield
-        for variable, was in _differences(before, self._states()).items():
+        for variable, was in _differences(before, self.states()).items():
             self.changed.setdefault(variable, was)
 
+    def left_since(self, before: States) -> States:
+        """Return the states `before` of variables that have changed since, but not in this run."""
+        now = self.states()
+        own = _differences(self._begun, now)
+        return {one: state for one, state in _differences(before, now).items() if one not in own}
+
     @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Undo the changes of units inside the context, and all that is changed there behind it."""
-        with self._having(self.changed):
+    def unchanged(self, left: States | None = None) -> Iterator[None]:
+        """Undo the changes of units inside the context, and all that is changed there behind it.
+
+        Variables in `left` have the states there.
+        """
+        with self._having({**(left or {}), **self.changed}):
             yield
 
     @contextmanager
     def as_at_first(self) -> Iterator[None]:
         """Undo all changes inside the context, and all that is changed there behind it."""
-        with self._having(_differences(self._first, self._states())):
+        with self._having(_differences(self._first, self.states())):
             yield
 
     @contextmanager
-    def _having(self, states: dict[Variable, _State]) -> Iterator[None]:
-        now = self._states()
+    def _having(self, states: States) -> Iterator[None]:
+        now = self.states()
         _put(states)
         try:
             yield
         finally:
-            _put(_differences(now, self._states()))
+            _put(_differences(now, self.states()))
 
-    def first_changed(self) -> str | None:
-        """Return the name of the first variable that a unit has changed, if there is one."""
-        return next((f"{owner.__name__}.{name}" for owner, name in self.changed), None)
+    def first_changed(self, left: Iterable[Variable] = ()) -> str | None:
+        """Return the name of the first variable that a unit has changed, or else in `left`."""
+        changed = (*self.changed, *left)
+        return next((f"{owner.__name__}.{name}" for owner, name in changed), None)
 
     def shown(self) -> dict[Variable, list[Any]]:
         """Return the objects that show a change of each variable."""
-        return {variable: shown for variable, (shown, _, _) in self._states().items()}
+        return {variable: shown for variable, (shown, _, _) in self.states().items()}
 
     def restore(self) -> None:
         """Undo all changes since the first."""
-        _put(_differences(self._first, self._states()))
+        _put(_differences(self._first, self.states()))
 
 
 def _state(value: Any) -> _State:
@@ -106,9 +122,7 @@ def _state(value: Any) -> _State:
     return shown, value, copy.copy(value) if isinstance(value, (list, dict, set)) else value
 
 
-def _differences(
-    before: dict[Variable, _State], now: dict[Variable, _State]
-) -> dict[Variable, _State]:
+def _differences(before: States, now: States) -> States:
     absent = _state(_ABSENT)
     return {
         variable: before.get(variable, absent)
@@ -117,7 +131,7 @@ def _differences(
     }
 
 
-def _put(states: dict[Variable, _State]) -> None:
+def _put(states: States) -> None:
     for (owner, name), (_, value, content) in states.items():
         if value is _ABSENT:
             if name in vars(owner):

@@ -18,7 +18,7 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.worker.internals import pytree, version_of
-from pipeworker.worker.stage.cut.common import CommonVariables
+from pipeworker.worker.stage.cut.common import CommonVariables, States
 from pipeworker.worker.stage.cut.containers import held_by, restore
 from pipeworker.worker.stage.cut.inner_hooks import hooked_in
 from pipeworker.worker.stage.cut.objects import bytes_of, held_within, is_same
@@ -43,16 +43,18 @@ class Isolation:
     def __init__(self, units: Mapping[str, nn.Module], fresh: Callable[[str], nn.Module]) -> None:
         self._before = {name: _held_by(unit) for name, unit in units.items()}
         self._after: dict[str, tuple[_Held, int]] = {}
+        self._common: dict[str, States] = {}
         self._fresh = fresh
 
     def changed(self, name: str, unit: nn.Module) -> str | None:
         """Return the path of an attribute of a unit that is not as it was, if there is one."""
         return changed_path(self._before[name], _held_by(unit))
 
-    def note_call(self, name: str, unit: nn.Module) -> None:
-        """Note what a unit holds when a call of it ends."""
+    def note_call(self, name: str, unit: nn.Module, common: CommonVariables) -> None:
+        """Note what a unit and the variables that units share hold when a call of it ends."""
         _, count = self._after.get(name, ({}, 0))
         self._after[name] = _held_by(unit), count + 1
+        self._common[name] = common.states()
 
     def calls_of_fresh(
         self, name: str, args: Any, kwargs: Any, *, again: bool = False
@@ -86,11 +88,12 @@ class Isolation:
         """Reject a change since a unit's last call by which its next one differs."""
         before, count = self._after.get(name, ({}, 0))
         changed = changed_path(before, _held_by(unit.unit)) if count else None
-        if changed is None and not common.changed:
+        left = common.left_since(self._common[name]) if count else {}
+        if changed is None and not common.changed and not left:
             return
         held, recording = held_by(args, kwargs), Recording()
         try:
-            with common.unchanged():
+            with common.unchanged(left):
                 expected = self.calls_of_fresh(name, args, kwargs, again=True)
             restore(held)
             with recording:
@@ -100,13 +103,13 @@ class Isolation:
             same = False
         restore(held)
         if not same:
-            what = common.first_changed() if changed is None else f"{changed!r} of {name}"
+            what = common.first_changed(left) if changed is None else f"{changed!r} of {name}"
             raise UsageError(
                 f"layer {layer} ({name}): the model's forward or another layer sets {what} for the "
                 "next forward, and each stage has one of its own; pass the value as an argument, "
                 "or cut the model by hand, as a list of layers"
             )
-        self.note_call(name, unit.unit)
+        self.note_call(name, unit.unit, common)
 
 
 def changed_path(before: _Held, now: _Held) -> str | None:

@@ -77,6 +77,7 @@ class Rehearsal(Forward):
 
     def rehearse(self, module: nn.Module, batch: Any) -> None:
         """Run the forward; raise UsageError if it does anything else than before."""
+        self._planning.common.begin()
         try:
             with rng.preserve_generators(), torch.enable_grad():
                 self.run(module, batch)
