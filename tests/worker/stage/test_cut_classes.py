@@ -142,6 +142,51 @@ def test_a_forward_that_takes_another_way_later_is_an_error(way: int, text: str)
         pipeline_of(Turning(), batches, mse, 3, "always").train(2)
 
 
+class Skipped(Step):
+    """Returns what it is called with in its first two calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: torch.Tensor
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, *_: Any) -> Any:  # type: ignore[override]
+        self.calls += 1
+        return self.linear(x) if self.calls > 2 else x
+
+
+class Skipping(nn.Module):
+    """Has a layer that returns its argument at first, and may use the argument again."""
+
+    def __init__(self, *, adds: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Step(), Skipped(), Step(), Step()])
+        self.adds = adds
+
+    def forward(self, x: torch.Tensor) -> Any:
+        first = self.layers[0](x)
+        second = self.layers[1](first)
+        third = self.layers[2](second)
+        return self.layers[3](first * second + third if self.adds else third)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_a_layer_that_returns_its_argument_only_at_first_is_an_error(stages: int) -> None:
+    torch.manual_seed(3)
+    text = "layers.1 returns a new tensor, and returned then what it was called with"
+    with pytest.raises(UsageError, match=text):
+        pipeline_of(Skipping(adds=True), [*vectors()], mse, stages, "never").train(2)
+
+
+def test_a_layer_that_returns_its_argument_at_first_trains_if_that_is_not_used_again() -> None:
+    torch.manual_seed(3)
+    module = Skipping(adds=False)
+    expected = plain([Whole(copy.deepcopy(module))], mse, [*vectors()], 2, sgd)
+    for stages in (1, 2, 4):
+        trained = pipeline_of(module, [*vectors()], mse, stages, "never").train(3)
+        assert trained.losses == expected.losses
+
+
 class Casting(nn.Module):
     """Uses an activation, and a cast of it, in its last layer."""
 

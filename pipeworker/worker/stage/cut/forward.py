@@ -293,6 +293,13 @@ class Forward:
                 if number in self._arrived:
                     self._present[key] = self._arrived[number]
                 continue
+            known = self._numbers.get(key) == number or tensor is self._arrived.get(number)
+            if (count, place) in self._plan.apart and not known:
+                unit = self._plan.units[self._layer]
+                raise self._elsewhere(
+                    f"{unit} returns a new tensor, and returned then what it was called with, "
+                    "which is used again; have it return x.view_as(x) in place of x"
+                )
             if key not in self._numbers:
                 self._numbers[key] = number
                 self._kept[key] = weakref.ref(tensor, partial(self._forget, key))

@@ -33,6 +33,7 @@ class CutPlan:
             containers that it was called with.
         users: by value, the layer that makes it and those that use it, ascending.
         same: a value that was the same tensor as an earlier one, by its number.
+        apart: those of them that a unit returned while what it was called with is used again.
         changed: by count, the arguments of a call that it changed although they did not depend on
             parameters before: their places among the call's tensors.
         parameters: names of parameters used outside of units, and the layers that use them.
@@ -49,6 +50,7 @@ class CutPlan:
     structures: list[Any] = field(default_factory=list)
     users: dict[Number, list[int]] = field(default_factory=dict)
     same: dict[Number, Number] = field(default_factory=dict)
+    apart: set[Number] = field(default_factory=set)
     changed: dict[int, list[int]] = field(default_factory=dict)
     parameters: dict[str, list[int]] = field(default_factory=dict)
     hooked: list[list[str]] = field(default_factory=list)

@@ -15,6 +15,7 @@ from pipeworker.plan.figures import plural
 from pipeworker.worker import blame
 from pipeworker.worker.internals import (
     FAKE_LOGGER,
+    alias_of,
     changed_by,
     is_fake,
     is_random,
@@ -48,6 +49,7 @@ from pipeworker.worker.stage.cut.isolation import Isolation
 from pipeworker.worker.stage.cut.plan import INPUT, CutPlan, Number
 from pipeworker.worker.stage.cut.shapes import HollowUnit
 from pipeworker.worker.stage.cut.trace import Call, Recording, Trace, is_object
+from pipeworker.worker.stage.values import replace_tensors
 from pipeworker.worker.transport.structure import TypeRegistry, flatten
 
 _NEEDS_NUMBERS = ("DataDependentOutputException", "DynamicOutputShapeException")
@@ -83,6 +85,8 @@ class Planning:
         self._made: dict[Number, int] = {}
         self._used: dict[Number, set[int]] = {}
         self._named: dict[str, set[int]] = {}
+        self._passed: dict[int, list[Number]] = {}
+        """By the id of each tensor that units returned as they were given it, what they made."""
         self._input: dict[int, int] = {}
         self._input_until: dict[int, int] = {}
         self._everywhere: set[int] = set()
@@ -282,6 +286,7 @@ class Planning:
             self._used.setdefault(number, set()).add(self._at)
         for tensor in tensors:
             key = id(tensor)
+            self.plan.apart.update(self._passed.get(key, ()))
             if key in self._parameters:
                 self._named.setdefault(self._parameters[key], set()).add(self._at)
             elif key in self._input:
@@ -368,12 +373,28 @@ class Planning:
         self.plan.classes.append(type(unit).__name__)
         self.plan.structures.append(structure)
         self.plan.hooked.append([inner for inner, _ in heard])
-        self._number([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        returned = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        passed = {} if held else self._aliases(returned)
+        self._number(returned)
         self.plan.counts.append(self._count)
         self._at += 1
         tell(unit, heard)
         self.departures.note()
-        return out
+        return replace_tensors(out, passed)
+
+    def _aliases(self, returned: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return, by id, aliases of what a unit returns as it was given it.
+
+        They show whether the forward uses what the unit returned, or what it was called with.
+        """
+        aliases: dict[int, torch.Tensor] = {}
+        for place, tensor in enumerate(returned):
+            if is_fake(tensor) and (number := self._numbers.get(id(tensor))):
+                alias = aliases.setdefault(id(tensor), alias_of(tensor))
+                self._numbers[id(alias)] = number
+                self._kept.append(alias)
+                self._passed.setdefault(id(tensor), []).append((self._count, place))
+        return aliases
 
     def _called(
         self, name: str, args: Any, kwargs: Any, held: Held, gets_object: bool, given: set[int]
