@@ -187,6 +187,36 @@ def test_a_layer_that_returns_its_argument_at_first_trains_if_that_is_not_used_a
         assert trained.losses == expected.losses
 
 
+class Catching(nn.Module):
+    """Catches all exceptions around its units."""
+
+    def __init__(self, *, raises: bool) -> None:
+        super().__init__()
+        self.layers, self.raises = nn.ModuleList(Step() for _ in range(3)), raises
+
+    def forward(self, x: torch.Tensor) -> Any:
+        try:
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+        except BaseException as error:
+            if self.raises:
+                raise ValueError("a layer failed") from error
+            x = self.layers[1](x * 2)
+        return x
+
+
+def test_a_forward_that_catches_all_exceptions_is_left_or_an_error_that_names_it() -> None:
+    torch.manual_seed(3)
+    module = Catching(raises=False)
+    expected = plain([Whole(copy.deepcopy(module))], mse, [*vectors()], 2, sgd)
+    for stages in (1, 3):
+        trained = pipeline_of(module, [*vectors()], mse, stages, "never").train(3)
+        assert trained.losses == expected.losses
+    text = "layer 0 .layers.0.: the model's forward catches .* ValueError: a layer failed; have it"
+    with pytest.raises(UsageError, match=text):
+        pipeline_of(Catching(raises=True), [*vectors()], mse, 3, "never").train(1)
+
+
 class Casting(nn.Module):
     """Uses an activation, and a cast of it, in its last layer."""
 

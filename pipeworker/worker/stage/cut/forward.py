@@ -35,6 +35,7 @@ from pipeworker.worker.stage.cut.calls import (
     is_in_place,
     key_of,
     leaves_of,
+    line_of_error,
     line_of_the_user,
     name_of,
     tensors_of,
@@ -321,6 +322,8 @@ class Forward:
             return self._call(name, args, kwargs)
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._has_left:
+            raise Left
         layer = self._layer
         if layer >= len(self._plan) or self._plan.units[layer] != name:
             expected = self._plan.units[layer] if layer < len(self._plan) else "none"
@@ -331,10 +334,15 @@ class Forward:
             out = self._called(layer, args, kwargs)
         self._check_count(layer, f"up to {name}")
         self._layer += 1
-        if self._layer == self.stop < len(self._plan):
+        if self._has_left:
             raise Left
         self._begin_layer()
         return out
+
+    @property
+    def _has_left(self) -> bool:
+        """Whether the forward has been left; code in it may have caught that exception."""
+        return self._layer == self.stop < len(self._plan)
 
     def _check_count(self, place: int, where: str) -> None:
         """Check the number of calls until now, `where`, with that at a place of the plan."""
@@ -405,6 +413,16 @@ class Forward:
                         raise self._elsewhere("its output has a value that is elsewhere")
         except Left:
             pass
+        except Exception as error:
+            if not self._has_left:
+                raise
+            unit = self._plan.units[self._layer - 1]
+            raise UsageError(
+                f"layer {self._layer - 1} ({unit}): the model's forward catches the exception by "
+                f"which a stage that ends there leaves it, and fails at {line_of_error(error)} "
+                f"with {type(error).__name__}: {error}; have it catch Exception, not all "
+                "exceptions (a bare `except`, `except BaseException`)"
+            ) from error
         if self._layer < min(self.stop, len(self._plan)):
             raise self._elsewhere("it ends early", in_forward=False)
         return self.end() if self.stop < len(self._plan) else out
