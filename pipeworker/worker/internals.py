@@ -99,6 +99,7 @@ unsaved_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persisten
 FAKE_LOGGER = "torch._subclasses.fake_tensor"
 """The name of the logger that reports each operation that fails on fake tensors."""
 _saved_hooks: Callable[[bool], Any] = _find("torch._C._autograd._top_saved_tensors_default_hooks")
+_transform: Callable[[], Any] = _find("torch._C._functorch.peek_interpreter_stack")
 _pop_mode: Callable[[], Any] = _find("torch.overrides._pop_mode")
 _push_mode: Callable[[Any], None] = _find("torch.overrides._push_mode")
 """A function mode is suspended in units, so that they run as if there were none."""
@@ -249,6 +250,11 @@ def forward_hooks_of(module: nn.Module) -> MutableMapping[int, Callable[..., Any
 def has_backward_hooks(module: nn.Module) -> bool:
     """Return whether a module's own backward has hooks."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def is_transforming() -> bool:
+    """Return whether the code that runs is within a transform of torch.func, as vmap."""
+    return _transform() is not None
 
 
 def saved_tensor_hooks() -> Any:

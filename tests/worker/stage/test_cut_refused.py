@@ -388,6 +388,21 @@ def replaced(m: Any, x: torch.Tensor) -> Any:
     return torch.func.functional_call(m.l[1], halves, (m.l[0](x),))
 
 
+_tanh = torch.jit.script(nn.Tanh())
+
+
+def scripted(m: Any, x: torch.Tensor) -> Any:
+    return m.l[1](_tanh(m.l[0](x)))
+
+
+def mapped(m: Any, x: torch.Tensor) -> Any:
+    return m.l[1](torch.func.vmap(torch.tanh)(m.l[0](x)))
+
+
+def mapped_around(m: Any, x: torch.Tensor) -> Any:
+    return m.l[1](torch.func.vmap(m.l[0])(x))
+
+
 @pytest.mark.parametrize(
     ("way", "message"),
     [
@@ -426,6 +441,9 @@ def replaced(m: Any, x: torch.Tensor) -> Any:
         (selecting, "depends on the numbers of an activation, at test_cut_refused.py"),
         (as_an_array, "depends on the numbers of an activation, at test_cut_refused.py"),
         (replaced, "replaces the parameters of a unit"),
+        (scripted, "calls a function or a module of TorchScript between its layers, at test_cut_r"),
+        (mapped, "or that a transform as vmap or a compiled function makes"),
+        (mapped_around, "is within a transform of torch.func"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

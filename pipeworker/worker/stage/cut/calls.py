@@ -73,6 +73,19 @@ def changed_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return kwargs["out"] if "out" in kwargs else args[0] if is_in_place(name) else None
 
 
+def is_hidden(func: Any) -> bool:
+    """Return whether torch's own code for fake tensors calls a function of torch.
+
+    No mode was told of the function that the model has called: TorchScript calls it.
+    """
+    frame = sys._getframe(1) if type(func).__name__ == "OpOverload" else None
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_SHOWN):
+        if frame.f_code.co_name == "__torch_dispatch__":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def line_of_the_user() -> str:
     """Return the file and line of the user's or a library's code that called torch now."""
     frame = sys._getframe(1)

@@ -17,6 +17,7 @@ from pipeworker.worker.internals import (
     base_of,
     has_backward_hooks,
     is_fake,
+    is_transforming,
     saved_tensor_hooks,
     storage_key,
     storage_uses,
@@ -108,6 +109,13 @@ class Guards:
             raise self.refused(
                 "makes a checkpoint, or has hooks on saved tensors",
                 "leave checkpoints to --recompute",
+            )
+
+    def check_transform(self) -> None:
+        """Reject a transform around a layer, whose tensors stages do not exchange."""
+        if is_transforming():
+            raise self.refused(
+                "is within a transform of torch.func, as vmap or grad", "have a layer call that"
             )
 
     def check_state(self, leaves: Sequence[Any]) -> None:

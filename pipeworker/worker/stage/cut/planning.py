@@ -32,6 +32,7 @@ from pipeworker.worker.stage.cut.calls import (
     changed_of,
     clear_new,
     descriptions,
+    is_hidden,
     leaves_of,
     line_of_error,
     line_of_the_user,
@@ -95,6 +96,7 @@ class Planning:
         self._storages: dict[int, set[Number]] = {}
         self._changes: list[tuple[int, int, str]] = []
         self.common = common
+        self._refusal: UsageError | None = None
         self._unit = ""  # that is called, or was called last when the forward has ended
 
     def run(
@@ -125,6 +127,8 @@ class Planning:
                 out = module(*args, **kwargs)
             self.departures.note()
         except Exception as error:
+            if self._refusal is not None:
+                raise self._refusal from None
             if type(error).__name__ in _NEEDS_NUMBERS or any(
                 text in str(error) for text in _NO_DATA
             ):
@@ -139,6 +143,8 @@ class Planning:
             blame.blame_user(where, error, early=True)
         finally:
             logger.setLevel(level)
+        if self._refusal is not None:
+            raise self._refusal
         if not self.plan.units:
             raise UsageError(
                 "model(): its forward calls no module with parameters, so it is one layer; return "
@@ -190,6 +196,11 @@ class Planning:
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do one call of a function of torch outside of units."""
+        if self._refusal is None and is_hidden(func):  # TorchScript would hide the error's class
+            self._refusal = self._guards.refused(
+                "calls a function or a module of TorchScript between its layers",
+                "call it within a layer, or use the one in Python",
+            )
         tensors = tensors_of((args, kwargs))
         name = name_of(func)
         tainted = [t for t in tensors if id(t) in self._numbers or id(t) in self._parameters]
@@ -350,6 +361,7 @@ class Planning:
         if any(id(parameter) not in self._parameters for parameter in unit.parameters()):
             raise self._guards.refused("replaces the parameters of a unit", "do it within a unit")
         self._guards.check_context()
+        self._guards.check_transform()
         leaves = leaves_of((args, kwargs))
         if any(isinstance(leaf, nn.Module) for leaf in leaves):
             raise self._guards.refused("calls a unit with a module", "have the unit own the module")
