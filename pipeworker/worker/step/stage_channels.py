@@ -195,8 +195,12 @@ def local_transfer(edge: Edge, source: StageChannels, target: StageChannels) -> 
 
 
 def _shares_memory(mb: MicroBatch, value: Any) -> bool:
-    """Return whether another value that leaves the stage shares memory with `value`."""
-    others = distinct_tensors([*mb.departing.values(), mb.outgoing])
+    """Return whether another value that leaves the stage shares memory with `value`.
+
+    So may the input that the stage keeps for a recompute: a layer may return it, or a view.
+    """
+    kept = (mb.value, mb.arrived) if mb.recompute else ()
+    others = distinct_tensors([*mb.departing.values(), mb.outgoing, kept])
     memory = {tensor.untyped_storage().data_ptr() for tensor in others}
     return any(tensor.untyped_storage().data_ptr() in memory for tensor in distinct_tensors(value))
 

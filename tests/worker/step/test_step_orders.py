@@ -86,6 +86,17 @@ def test_every_schedule_equals_the_plain_loop(name: str) -> None:
         assert_equal(pipeline.train(len(SIZES)), expected, case)
 
 
+def test_a_stage_that_returns_its_input_keeps_it_from_the_next_one_on_its_worker() -> None:
+    """The next stage works in place, before the recompute of the one that returned its input."""
+    torch.manual_seed(5)
+    layers = [nn.Linear(6, 6), nn.Identity(), nn.ReLU(inplace=True), nn.Linear(6, 2)]
+    batches = data(6, 6)
+    expected = plain_loop(copy.deepcopy(layers), mse, batches, 3, adam)
+    zbv = way("zbv", 2, ["always"])
+    pipeline = Pipeline(layers, mse, batches, zbv, microbatches=3, optimizer=adam)
+    assert_equal(pipeline.train(2), expected)
+
+
 @pytest.mark.parametrize("name", MANY)
 def test_every_schedule_adds_replicas_and_tied_weights_in_order(name: str) -> None:
     torch.manual_seed(0)
