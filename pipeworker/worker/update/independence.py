@@ -7,6 +7,7 @@ import io
 import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,12 +20,24 @@ _LARGE = 100.0
 
 def note_of(optimizer: torch.optim.Optimizer) -> str:
     """Return a note for the user on an optimizer that combines parameters, or ""."""
+    kind = type(optimizer).__name__
+    groups = optimizer.param_groups
+    if isinstance(optimizer, torch.optim.Adafactor) and any(map(_lacks_eps, groups)):
+        return (
+            f"{kind}: takes eps from the type of the first parameter of a stage, so the numbers "
+            "depend on the number of stages; give it a number, as in eps=(1e-30, 1e-3)"
+        )
     if not combines_parameters(optimizer):
         return ""
     return (
-        f"{type(optimizer).__name__}: combines the parameters that it is given, which are those of "
-        "a stage, so the numbers depend on the number of stages"
+        f"{kind}: combines the parameters that it is given, which are those of a stage, so the "
+        "numbers depend on the number of stages"
     )
+
+
+def _lacks_eps(group: dict[str, Any]) -> bool:
+    """Return whether a group of Adafactor has parameters of several types, and no eps for them."""
+    return group["eps"][0] is None and len({p.dtype for p in group["params"]}) > 1
 
 
 def combines_parameters(optimizer: torch.optim.Optimizer) -> bool:

@@ -99,3 +99,21 @@ def test_the_users_own_class_is_not_tried(tmp_path: Path, monkeypatch: pytest.Mo
     own = import_module("own_descent")
     assert not combines_parameters(own.Bounded(nn.Linear(3, 3).parameters()))
     assert not combines_parameters(torch.optim.AdamW(nn.Linear(3, 3).parameters()))
+
+
+@pytest.mark.parametrize("eps", [(None, 1e-3), (1e-30, 1e-3)])
+def test_adafactor_combines_types_unless_it_has_an_eps(eps: tuple[float | None, float]) -> None:
+    """It takes that of the first parameter for all."""
+
+    def updated(*others: torch.Tensor) -> torch.Tensor:
+        weight = nn.Parameter(torch.zeros(2, 2))
+        weights = [*map(nn.Parameter, others), weight]
+        optimizer = torch.optim.Adafactor(weights, eps=eps)
+        for one in weights:
+            one.grad = torch.full_like(one, 1e-4)
+        optimizer.step()  # type: ignore[no-untyped-call]
+        assert note_of(optimizer).startswith("Adafactor: takes") == bool(others and eps[0] is None)
+        return weight.detach()
+
+    combines = not torch.equal(updated(), updated(torch.zeros(2, 2, dtype=torch.bfloat16)))
+    assert combines == (eps[0] is None)
