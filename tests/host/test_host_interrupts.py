@@ -113,13 +113,15 @@ def test_an_interrupt_after_the_verdict_changes_nothing(
     launch = SimpleNamespace(run=lambda: verdict, finish=finish, has_begun=True)
     checkpoints = SimpleNamespace(remove_leftovers=lambda: performed.append("remove"))
     prepared: Any = SimpleNamespace(
-        run_dir=SimpleNamespace(checkpoints=checkpoints),
+        run_dir=SimpleNamespace(
+            checkpoints=checkpoints, remove_partial_files=lambda: performed.append("partial")
+        ),
         close=lambda *_, **__: performed.append("close"),
     )
     view: Any = None
     monkeypatch.setattr(local, "Launch", lambda *_: launch)
     assert local.run(prepared, view, ()) == 0
-    assert performed == ["show", "remove", "close"][: 3 if times == 1 else 1]
+    assert performed == ["show", "remove", "partial", "close"][: 4 if times == 1 else 1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGALRM])
