@@ -60,6 +60,7 @@ _BATCH = {
 _LAYERS = {"features": _FEATURES, "tokens": _TOKENS, "images": _IMAGES}
 
 _SGD = ("SGD(params, lr=0.05, momentum=0.9)", "SGD(params, lr=0.05, momentum=0.9, nesterov=True)")
+_FUSED = "SGD(params, lr=0.05, momentum=0.9, fused=True)"
 _OPTIMIZERS = (
     *(_SGD[0], _SGD[1], "SGD(decays(params), lr=0.1)", "Adam(params, lr=0.01)"),
     *("AdamW(params, lr=0.01)", "AdamW(decays(params), lr=0.01)", "Adamax(params)"),
@@ -67,7 +68,7 @@ _OPTIMIZERS = (
     *("AdamW(params, lr=0.01, foreach=True)", "SGD(params, lr=0.01, foreach=True)"),
     *("RMSprop(params, lr=1e-3, momentum=0.9, centered=True)", "Adagrad(params, lr=0.05)"),
     *("Adadelta(params)", "NAdam(params)", "RAdam(params)", "Rprop(params)", "ASGD(params)"),
-    *("SGD(params, lr=0.05, momentum=0.9, fused=True)", "Adafactor(params)"),
+    *(_FUSED, "Adafactor(params)"),
 )
 _SCHEDULERS = (
     *("StepLR(optimizer, 3, 0.8)", "ExponentialLR(optimizer, 0.99)"),
@@ -178,7 +179,7 @@ def draw_job(chance: random.Random, *, alone: bool = False) -> DrawnJob:
     microbatches = chance.randint(1, 6)
     layers = _network(chance, kind)
     parts = [LIBRARY, END, _model(chance, kind, layers), _loss(chance, kind)]
-    parts += _optimizer(chance, alone)
+    parts += _optimizer(chance, layers, alone)
     own, starts = alone or chance.random() < 0.5, not alone and chance.random() < 0.3
     parts.append(_data(chance, kind, microbatches, own, starts))
     bits = ["--microbatches", f"{microbatches}", "--seed", f"{chance.randint(0, 99)}"]
@@ -265,9 +266,11 @@ def _loss(chance: random.Random, kind: str) -> str:
     return f"\ndef loss(output, target):\n    return {result}\n"
 
 
-def _optimizer(chance: random.Random, alone: bool) -> Iterator[str]:
+def _optimizer(chance: random.Random, layers: Sequence[str], alone: bool) -> Iterator[str]:
     """Yield the texts of ``optimizer``, ``scheduler`` and ``before_update``."""
-    made = chance.choice(_OPTIMIZERS)
+    # torch's own error if only some of the parameters had a gradient at first
+    without = {_FUSED} if any(layer.startswith("Detached") for layer in layers) else {}
+    made = chance.choice([one for one in _OPTIMIZERS if one not in without])
     yield f"\ndef optimizer(params):\n    return torch.optim.{made}\n"
     if chance.random() < 0.5:
         made = chance.choice(_SCHEDULERS)
