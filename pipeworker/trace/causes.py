@@ -294,7 +294,7 @@ class _Explained:
             replica: costs_of(chosen, replica)
             for replica in {life.replica for one in chosen for life in one.lives}
         }
-        self._idle: dict[Schedule, Sequence[tuple[float, float]]] = {}
+        self._idle: dict[tuple[int, Schedule], Sequence[tuple[float, float]]] = {}
 
     def idle(self, one: MiniBatch) -> list[tuple[float, float]]:
         """Return each worker's idle seconds with even costs, and with those measured."""
@@ -305,14 +305,15 @@ class _Explained:
     def _of_replica(self, one: MiniBatch, replica: int) -> Sequence[tuple[float, float]]:
         """Return the same of the workers of one replica."""
         schedule = schedule_of(one, replica)
-        if schedule not in self._idle:
+        key = replica, schedule  # replicas with one schedule may have other costs
+        if key not in self._idle:
             measured = self._costs[replica]
-            self._idle[schedule] = ((0.0, 0.0),) * len(schedule.workers)
+            self._idle[key] = ((0.0, 0.0),) * len(schedule.workers)
             with suppress(ScheduleError, IndexError):  # of another version, or of no worker's
                 even, own = simulate(schedule, evened(measured)), simulate(schedule, measured)
                 pairs = zip(even.idle, own.idle, strict=True)
-                self._idle[schedule] = [(sum(a.values()), sum(b.values())) for a, b in pairs]
-        return self._idle[schedule]
+                self._idle[key] = [(sum(a.values()), sum(b.values())) for a, b in pairs]
+        return self._idle[key]
 
 
 def schedule_of(one: MiniBatch, replica: int = 0) -> Schedule:

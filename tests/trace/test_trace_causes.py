@@ -198,6 +198,18 @@ def test_a_slow_stage_makes_the_others_wait() -> None:
     assert slow.idle[IMBALANCE] < 0.1 * found.seconds
 
 
+def test_a_slow_stage_of_one_replica_makes_the_others_of_that_replica_wait() -> None:
+    schedule = ORDERS["1f1b"].build(Placement.identity(4), 16, ["never"] * 4)
+    slow = Costs((0.01, 0.01, 0.02, 0.01), (0.02, 0.02, 0.04, 0.02), (0.01,) * 4)
+    even = Costs.even(4, 0.010, 0.020)
+    first, second = (lives_of(schedule, costs, late=LATE) for costs in (even, slow))
+    others = [replace(life, rank=4 + life.rank, replica=1) for life in second]
+    found = explained([*first, *others])
+    uneven = [time for time in found.workers[4:] if time.stages != (2,)]
+    assert all(time.idle[IMBALANCE] < 0.01 * found.seconds for time in found.workers[:4])
+    assert all(time.idle[IMBALANCE] > 0.35 * found.seconds for time in uneven)
+
+
 def slower(lives: list[WorkerLife], kinds: object, seconds: float) -> list[WorkerLife]:
     """Return the same, in which each action of some kinds ends so much later, and all after it."""
 
