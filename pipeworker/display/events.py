@@ -59,7 +59,8 @@ class EventDisplay(LineDisplay):
             case lines.Verdict():
                 self._end(event)
             case lines.Restart():
-                self._emit("restart", cause=event.cause, stages=event.stages)
+                if event.recovers:
+                    self._emit("restart", cause=event.cause, stages=event.stages)
             case (
                 lines.Bound()
                 | lines.Joined()

@@ -61,6 +61,7 @@ def test_new_checkpoints_and_restarts_are_events(tmp_path: Path) -> None:
     shown.tick()
     shown.tick()
     shown.show(Restart(2, "a worker is lost", 2))
+    shown.show(Restart(3, "the job failed, and saves a snapshot", 2, recovers=False))
     complete(RunDir(tmp_path), 3)
     speed = Speed(0.5, 16.0, 0.0, (0.25, 0.125), 0.1)
     shown.show(Verdict("done", 0, 3, 2.0, (), 0.3, None, speed=speed))
