@@ -206,6 +206,7 @@ class Supervisor:
         self._causes.append(failure)
         self._effects.append(effects.EndCoordinator())
         self._begin_generation(self._forks.generation + 1)
+        self._show(lines.Restart(self._forks.generation, failure, self._forks.placement.workers))
         self._endpoint = ""
         self._start_coordinator(now)
         if self.stopping:  # the last snapshot is saved before the job ends

@@ -304,7 +304,9 @@ def test_a_killed_coordinator_is_replaced_and_told_of_the_last_snapshot() -> Non
     job.coordinator(Snapshot(4, 0, 2))
     job.now += 7.5
     found = job.handle(events.CoordinatorEnded())
-    assert [type(effect) for effect in found] == [effects.EndCoordinator, effects.StartCoordinator]
+    restart = effects.Show(Restart(2, "the coordinator was killed", 2))
+    assert found[:2] == [effects.EndCoordinator(), restart]
+    assert [type(effect) for effect in found[2:]] == [effects.StartCoordinator]
     configuration = of(found, effects.StartCoordinator)[0].configuration
     assert (configuration.generation, configuration.snapshot) == (2, Snapshot(4, 0, 2))
     assert configuration.causes == ("the coordinator was killed",)
