@@ -20,7 +20,7 @@ def check_figures(metrics: Metrics | None, best: str) -> Callable[[Any, Any], No
     """Return a check of what ``metrics`` returns, and of the figure that ``--best`` names.
 
     The check takes the output and the target of a micro-batch, nested tensors of ``[n, ...]``. It
-    works on a copy of the first two samples, and changes neither tensors nor random streams. If
+    works on a copy of the first three samples, and changes neither tensors nor random streams. If
     ``metrics`` raises, only the worker's log says so: evaluation data may have another form.
     """
 
@@ -29,7 +29,7 @@ def check_figures(metrics: Metrics | None, best: str) -> Callable[[Any, Any], No
         if metrics is not None:
             try:
                 with rng.preserve_generators(), torch.no_grad():
-                    found = metrics(map_tensors(_two, output), map_tensors(_two, target))
+                    found = metrics(map_tensors(_first, output), map_tensors(_first, target))
             except PipeworkerError:
                 raise
             except Exception as error:
@@ -51,7 +51,7 @@ def check_figures(metrics: Metrics | None, best: str) -> Callable[[Any, Any], No
     return check
 
 
-def _two(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of two samples: a metric of each sample is then no scalar."""
+def _first(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of three samples: a metric of each sample is then no scalar, and no pair."""
     tensor = tensor.detach()
-    return (tensor[:2] if tensor.dim() else tensor).clone()
+    return (tensor[:3] if tensor.dim() else tensor).clone()

@@ -54,10 +54,14 @@ def test_what_metrics_returns_is_checked(found: Any, best: str, mistake: str) ->
 
 
 def test_a_metric_of_each_sample_is_no_scalar() -> None:
+    """Nor are two of them a pair (sum, count)."""
     check = check_figures(lambda output, target: {"right": output == target}, "loss")
     with pytest.raises(
-        UsageError, match=r"a Tensor of shape \(2,\) under 'right'; return a scalar"
+        UsageError, match=r"a Tensor of shape \(3,\) under 'right'; return a scalar"
     ):
+        check(torch.ones(4), torch.ones(4))
+    check = check_figures(lambda output, target: {"each": output.tolist()}, "loss")
+    with pytest.raises(UsageError, match="returned a list under 'each'; return a scalar"):
         check(torch.ones(4), torch.ones(4))
 
 
@@ -83,7 +87,7 @@ def test_the_check_changes_neither_tensors_nor_random_streams() -> None:
     stream = rng.Stream(None)
     before = stream.states()
     check_figures(metrics, "m")(output, target)
-    assert seen == [(2, 2), (2, 3)]
+    assert seen == [(3, 2), (3, 3)]
     assert torch.equal(output["y"], torch.ones(4, 2))
     assert torch.equal(target, torch.ones(4, 3))
     after = stream.states()
@@ -125,7 +129,7 @@ def test_a_mistake_shows_before_the_first_step_is_done(tmp_path: Path) -> None:
     alone.worker.close()
 
 
-def test_metrics_is_called_for_two_samples_in_the_whole_training(tmp_path: Path) -> None:
+def test_metrics_is_called_once_in_the_whole_training(tmp_path: Path) -> None:
     alone = SingleWorker()
     batch = alone.begin(tmp_path, JOB % "{'calls': len(calls)}")
     for step in (1, 2):
