@@ -187,6 +187,39 @@ def test_a_layer_that_returns_its_argument_at_first_trains_if_that_is_not_used_a
         assert trained.losses == expected.losses
 
 
+class Passing(nn.Module):
+    """Has a layer that returns its argument, and compares the two or changes one in place."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Step(), Skipped(), Step()])
+        self.scale, self.way = nn.Parameter(torch.ones(WIDTH)), way
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with torch.set_grad_enabled(self.way == "is"):
+            first = self.layers[0](x)
+            second = self.layers[1](first)
+        if self.way == "in place":
+            second.mul_(self.scale)
+        elif second is not first:
+            second = torch.tanh(second)
+        return self.layers[2](second)
+
+
+def test_a_forward_that_compares_a_unit_s_argument_and_result_is_refused() -> None:
+    with pytest.raises(UsageError, match="depends on whether a unit returns a tensor that it is"):
+        cut(Passing("is"), next(vectors()))
+
+
+def test_what_a_unit_without_a_graph_returns_as_it_was_may_change_in_place() -> None:
+    torch.manual_seed(3)
+    module, batches = Passing("in place"), [*vectors()][:1]
+    expected = plain([Whole(copy.deepcopy(module))], mse, batches, 2, sgd)
+    for stages in (1, 3):
+        trained = pipeline_of(module, batches, mse, stages, "never").train(1)
+        assert trained.losses == expected.losses
+
+
 class Catching(nn.Module):
     """Catches all exceptions around its units."""
 

@@ -19,7 +19,7 @@ from pipeworker.worker.stage.cut.inner_hooks import forget_library_hooks
 from pipeworker.worker.stage.cut.isolation import Isolation
 from pipeworker.worker.stage.cut.plan import CutPlan
 from pipeworker.worker.stage.cut.planning import Planning
-from pipeworker.worker.stage.cut.rehearsal import AGAIN, ELSEWHERE, Rehearsal, departed
+from pipeworker.worker.stage.cut.rehearsal import AGAIN, ELSEWHERE, RETURNED, Rehearsal, departed
 from pipeworker.worker.stage.cut.shapes import HollowUnit
 from pipeworker.worker.stage.cut.units import (
     CPU,
@@ -164,6 +164,8 @@ def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
     with common.as_at_first():
         rehearse(fresh, _intercept(fresh, id), ELSEWHERE)
     rehearse(copied, units, AGAIN, isolation)
+    if planning.has_aliases:
+        rehearse(copied, units, RETURNED)
     for layer in planning.departures.layers():
         for stop in (layer + 1, None):
             rehearse(copied, units, departed(plan.units[layer]), isolation, stop)

@@ -190,6 +190,11 @@ class Planning:
             "of layers"
         )
 
+    @property
+    def has_aliases(self) -> bool:
+        """Whether a unit has returned a tensor that it was called with."""
+        return bool(self._passed)
+
     def changes(self, tensor: torch.Tensor) -> bool:
         """Return whether the forward fills a tensor, which is no input, with values of layers."""
         return id(tensor) in self._numbers
@@ -402,7 +407,8 @@ class Planning:
         aliases: dict[int, torch.Tensor] = {}
         for place, tensor in enumerate(returned):
             if is_fake(tensor) and (number := self._numbers.get(id(tensor))):
-                alias = aliases.setdefault(id(tensor), alias_of(tensor))
+                with torch.enable_grad():  # else a change in place of the alias is an error
+                    alias = aliases.setdefault(id(tensor), alias_of(tensor))
                 self._numbers[id(alias)] = number
                 self._kept.append(alias)
                 self._passed.setdefault(id(tensor), []).append((self._count, place))

@@ -25,6 +25,7 @@ from pipeworker.worker.stage.cut.calls import (
     line_of_error,
     name_of,
     reads_metadata,
+    tensors_of,
 )
 from pipeworker.worker.stage.cut.forward import Forward
 from pipeworker.worker.stage.cut.guards import refused
@@ -34,17 +35,24 @@ from pipeworker.worker.stage.cut.planning import Planning
 from pipeworker.worker.stage.cut.shapes import HollowUnit
 from pipeworker.worker.stage.cut.trace import Trace, is_object, without_content
 from pipeworker.worker.stage.cut.units import CPU
+from pipeworker.worker.stage.values import replace_tensors
 
 _PASS = "have units return what they compute, and pass what they need as arguments"
-ELSEWHERE = ("a unit", "where the unit ran on another stage,", _PASS)
-AGAIN = ("an earlier forward", "in a second run", _PASS)
-"""Causes of a difference: the code that leaves what differs, when it differs, and the remedy."""
+_LEFT = "what {} leaves in an attribute or an object"
+ELSEWHERE = (_LEFT.format("a unit"), "where the unit ran on another stage,", _PASS)
+AGAIN = (_LEFT.format("an earlier forward"), "in a second run", _PASS)
+RETURNED = (
+    "whether a unit returns a tensor that it is called with, or a copy",
+    "where it returns that tensor,",
+    "do not compare tensors by `is`, or have the unit return x.view_as(x) in place of x",
+)
+"""Causes of a difference: the fact it depends on, when it differs, and the remedy."""
 
 
 def departed(unit: str) -> tuple[str, str, str]:
     """Return the cause of a difference behind a forward that a stage has left behind a unit."""
     remedy = "set it as the forward begins, or reset it in a `finally` clause"
-    return f"a stage that ends behind {unit}", "in its next run", remedy
+    return _LEFT.format(f"a stage that ends behind {unit}"), "in its next run", remedy
 
 
 class Rehearsal(Forward):
@@ -126,6 +134,15 @@ class Rehearsal(Forward):
                 self._inside = False
         return super()._call(name, args, kwargs)
 
+    def _passed(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return stand-ins for what a unit returned; if they are to show, its own arguments."""
+        out = super()._passed(layer, args, kwargs)
+        if self._cause is not RETURNED:
+            return out
+        given = {self._numbers.get(id(one)): one for one in tensors_of((args, kwargs))}
+        found = {id(one): given.get(self._numbers[id(one)], one) for one in tensors_of(out)}
+        return replace_tensors(out, found)
+
     def _compare(
         self, name: str, leaves: Sequence[Any], is_alike: Callable[[int], bool] = lambda _: False
     ) -> None:
@@ -153,8 +170,8 @@ class Rehearsal(Forward):
 
     def _elsewhere(self, reason: str, *, in_forward: bool = True) -> UsageError:
         layer = min(self._layer, len(self._plan) - 1)
-        left_by, when, remedy = self._cause
-        what = f"depends on what {left_by} leaves in an attribute or an object: {when} {reason}"
+        fact, when, remedy = self._cause
+        what = f"depends on {fact}: {when} {reason}"
         return refused(layer, self._plan.units[layer], what, remedy)
 
 
