@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pipeworker.errors import UsageError
+from pipeworker.worker.stage.cut.common import CommonVariables
 from pipeworker.worker.stage.cut.part import plan_of
 from pipeworker.worker.transport.structure import NO_TYPES
 
@@ -396,6 +397,17 @@ def test_a_value_that_a_unit_leaves_beside_others_is_refused(
     vars(module.layers[reads])["uses"] = lambda: Common.left
     with pytest.raises(UsageError, match=message):
         plan_of(module, NO_TYPES, torch.randn(2, WIDTH))
+
+
+def test_states_of_a_variable_that_did_not_change_share_its_copy() -> None:
+    """Each unit keeps the states at its last call, and a file may have a list of all its data."""
+    common, variable = CommonVariables([Common()]), (Common, "seen")
+    before, again = common.states(), common.states()
+    assert before[variable] is again[variable]
+    Common.seen.append(0)
+    assert common.states()[variable] is not before[variable]
+    common.restore()
+    assert Common.seen == before[variable][2]
 
 
 class SetsBehind(nn.Module):

@@ -44,6 +44,7 @@ class CommonVariables:
         files = dict.fromkeys(sys.modules.get(kind.__module__) for kind in kinds)
         self._owners = [*kinds, *filter(None, files)]
         self.changed: States = {}
+        self._last: States = {}
         self._first = self._begun = self.states()
 
     def begin(self) -> None:
@@ -51,13 +52,17 @@ class CommonVariables:
         self._begun = self.states()
 
     def states(self) -> States:
-        """Return the states of all variables."""
-        return {
-            (owner, name): _state(value)
+        """Return the states of all variables.
+
+        A variable that has not changed has the state of before: a copy of its value may be large.
+        """
+        self._last = {
+            (owner, name): _state(value, self._last.get((owner, name)))
             for owner in self._owners
             for name, value in [*vars(owner).items()]
             if isinstance(value, _VALUES) and not name.startswith("__")
         }
+        return self._last
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -111,7 +116,8 @@ class CommonVariables:
         _put(_differences(self._first, self.states()))
 
 
-def _state(value: Any) -> _State:
+def _state(value: Any, last: _State | None = None) -> _State:
+    """Return the state of a value, which is the last one if it has not changed."""
     shown: list[Any] = [value]
     if isinstance(value, torch.Tensor):
         shown.append(version_of(value))
@@ -119,6 +125,8 @@ def _state(value: Any) -> _State:
         shown.append(len(value))
         if len(value) <= _MOST and not isinstance(value, set):
             shown += [*value, *value.values()] if isinstance(value, dict) else value
+    if last is not None and is_same(last[0], shown):
+        return last
     return shown, value, copy.copy(value) if isinstance(value, (list, dict, set)) else value
 
 
