@@ -402,10 +402,11 @@ class Worker:
         if isinstance(phase, PlannedWorker):
             phase.state.close()
             self.disconnect()
-            phase.loaded.reader.close()
             del phase
             gc.collect()  # the channels of a worker's stages refer to each other
             self.planned.stages.resources.close()
+        if self.is_loaded:
+            self.loaded.reader.close()
 
     @property
     def _last_stage(self) -> Stage | None:

@@ -37,6 +37,13 @@ def evaluation(): return DataLoader(pairs, batch_size=5, shuffle=True, generator
 def scheduler(optimizer): return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 scheduler_interval = "epoch"
 """
+_WITHOUT_LAYERS = """
+class Net(nn.Linear):
+    def forward(self, x):
+        raise ValueError("a network without layers")
+
+def model(): return Net(3, 1)
+"""
 
 
 def start_worker(folder: Path, text: str = JOB) -> SingleWorker:
@@ -163,6 +170,14 @@ def test_a_worker_that_is_closed_leaves_no_process_of_a_loader(tmp_path: Path) -
     alone = start_worker(tmp_path, JOB.replace("batch_size=", "num_workers=1, batch_size="))
     assert multiprocessing.active_children()
     alone.worker.close()
+    assert not multiprocessing.active_children()
+
+
+def test_nor_does_one_that_cannot_cut_the_model(tmp_path: Path) -> None:
+    """It has read a mini-batch for that."""
+    text = JOB.replace("batch_size=", "num_workers=1, batch_size=")
+    with pytest.raises(Exception, match="a network without layers"):
+        start_worker(tmp_path, text + _WITHOUT_LAYERS)
     assert not multiprocessing.active_children()
 
 
