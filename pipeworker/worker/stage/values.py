@@ -85,8 +85,8 @@ def _listed(items: list[str]) -> str:
 def is_checked(number: int, first: int = 1) -> bool:
     """Return whether values are compared at the event of a number, counted from 1.
 
-    They are at the `first` ones, because nearly every mistake shows there, and of the others at
-    those whose number is a power of two, because a mistake may begin late.
+    They are compared at the `first` events, because nearly every mistake shows there. Of the later
+    events, only those whose number is a power of two compare them: a mistake may begin late.
     """
     return number <= first or number & (number - 1) == 0
 

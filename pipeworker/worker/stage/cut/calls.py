@@ -76,7 +76,7 @@ def changed_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def is_hidden(func: Any) -> bool:
     """Return whether torch's own code for fake tensors calls a function of torch.
 
-    No mode was told of the function that the model has called: TorchScript calls it.
+    No mode has seen the function that the model has called: TorchScript runs it.
     """
     frame = sys._getframe(1) if type(func).__name__ == "OpOverload" else None
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_SHOWN):

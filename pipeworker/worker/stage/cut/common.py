@@ -73,7 +73,7 @@ class CommonVariables:
             self.changed.setdefault(variable, was)
 
     def left_since(self, before: States) -> States:
-        """Return the states `before` of variables that have changed since, but not in this run."""
+        """Return the states in `before` of variables that changed later, but not in this run."""
         now = self.states()
         own = _differences(self._begun, now)
         return {one: state for one, state in _differences(before, now).items() if one not in own}
