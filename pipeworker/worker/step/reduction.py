@@ -74,7 +74,7 @@ class Reduction:
         """How many updates this reduction has been made for."""
         self._names: list[str] = []
         self._checksums = torch.zeros(1, dtype=torch.int64, device="cpu")
-        """Those of the weights with these names, as they were last compared. They are sent after
+        """Checksums of the weights with these names, as last compared. They are sent after
         every mini-batch, because a frame of another shape would have all gradients described."""
 
     def begin(self, signature: int, *, whole: bool) -> None:
