@@ -173,7 +173,7 @@ def test_a_worker_that_is_closed_leaves_no_process_of_a_loader(tmp_path: Path) -
     assert not multiprocessing.active_children()
 
 
-def test_nor_does_one_that_cannot_cut_the_model(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_cut_the_model_leaves_no_process_of_a_loader(tmp_path: Path) -> None:
     """It has read a mini-batch for that."""
     text = JOB.replace("batch_size=", "num_workers=1, batch_size=")
     with pytest.raises(Exception, match="a network without layers"):

@@ -131,7 +131,7 @@ class InitialWeights:
         for wanted in self.diff.missing[:1]:
             for name in self._unknown:
                 if name.endswith(f".{wanted}"):
-                    return f"; remove {name.removesuffix(wanted)!r}, with which names of it begin"
+                    return f"; remove the prefix {name.removesuffix(wanted)!r} of its names"
         return ""
 
     def _value(self, name: str) -> Any:

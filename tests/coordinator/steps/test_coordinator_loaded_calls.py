@@ -21,6 +21,7 @@ from pipeworker.wire.messages.step import (
 )
 from support.pure.coordinator import (
     BATCH,
+    ScriptedJob,
     closed,
     commit,
     messages_of,
@@ -54,14 +55,20 @@ def test_steps_repeated_after_a_load_are_recorded_again() -> None:
     assert [row.step for row in of(job.step(2), StepResult)] == [2]
 
 
-def test_a_repeated_step_whose_update_fails_is_not_recorded() -> None:
-    """The checkpoint of a step that the loop has left says nothing about its update."""
+def saved_after(steps: int) -> ScriptedJob:
+    """Return the job of a loop that has saved its last step."""
     job = own_loop_job()
-    for step in (1, 2):
+    for step in range(1, steps + 1):
         job.called(CallKind.STEP)
         job.step(step)
     job.called(CallKind.SAVE)
     job.checkpointed()
+    return job
+
+
+def test_a_repeated_step_whose_update_fails_is_not_recorded() -> None:
+    """The checkpoint of a step that the loop has left says nothing about its update."""
+    job = saved_after(2)
     job.called(CallKind.LOAD, loaded=Loaded(1))
     job.called(CallKind.STEP)
     job.step(2)
@@ -93,23 +100,14 @@ def test_a_loss_scale_is_loaded_with_its_checkpoint(loaded: Loaded, scale: LossS
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_a_loaded_state_counts_as_unsaved(step: int) -> None:
     """Even if there is a checkpoint of the same or of a later step."""
-    job = own_loop_job()
-    for number in (1, 2):
-        job.called(CallKind.STEP)
-        job.step(number)
-    job.called(CallKind.SAVE)
-    job.checkpointed()
+    job = saved_after(2)
     job.called(CallKind.LOAD, loaded=Loaded(step))
     assert saves(closed(job)) == [Advance(Save(step))] * 2
     assert job.ended.steps == step
 
 
 def test_the_end_of_an_epoch_changes_the_state_on_all_ranks() -> None:
-    job = own_loop_job()
-    job.called(CallKind.STEP)
-    job.step(1)
-    job.called(CallKind.SAVE)
-    job.checkpointed()
+    job = saved_after(1)
     assert job.called(CallKind.END_EPOCH, 1) == []
     effects = job.called(CallKind.END_EPOCH, 0)
     assert messages_of(effects, Advance) == [Advance(Wait(), EpochEnded(1))] * 2

@@ -217,7 +217,7 @@ def test_a_file_that_has_state_dicts_by_name_is_refused(tmp_path: Path) -> None:
 def test_a_prefix_of_a_wrapper_is_named(tmp_path: Path) -> None:
     path = safe({f"module.{name}": value for name, value in net(0).state_dict().items()}, tmp_path)
     for partial in (False, True):
-        with pytest.raises(UsageError, match=r"; remove 'module\.', with which names of it begin;"):
+        with pytest.raises(UsageError, match=r"; remove the prefix 'module\.' of its names;"):
             load(path, stages(net(1)), partial=partial)
 
 
