@@ -210,7 +210,8 @@ class Worker:
                 worker.state.copy(message.copy, worker.position)
         match command:
             case RunStep():
-                return self._run(command, worker, updating)
+                saves = message.copy is not None and message.copy.save
+                return self._run(command, worker, updating, saves=saves)
             case Evaluate():
                 evaluation = contextlib.closing(worker.loaded.evaluation())
                 guarded = worker.state.evaluating()
@@ -252,7 +253,9 @@ class Worker:
                 worker.stages.share_weights(self.connected.wiring)
         return seconds
 
-    def _run(self, run: RunStep, worker: ConnectedWorker, updating: float) -> StepDone:
+    def _run(
+        self, run: RunStep, worker: ConnectedWorker, updating: float, *, saves: bool
+    ) -> StepDone:
         if worker.loaded.job.steps_by_epoch and run.batch.microbatches:
             # Read one more mini-batch, to see whether the epoch ends with this step: a run that is
             # resumed has the same learning rates.
@@ -264,7 +267,7 @@ class Worker:
         if run.actions:
             actions = parse_actions(run.actions)
             worker.recorder.use(worker.executor.set_actions(actions), actions)
-        output = worker.executor.run(run)
+        output = worker.executor.run(run, compares=saves)
         worker.recorder.run(output.times)
         borrowed, notes = worker.stages.take_borrowed()
         rate, place = worker.stages.learning_rate

@@ -253,6 +253,25 @@ BUFFERS = """
 """Layers with buffers that a forward creates, or changes without a trace."""
 
 
+APART = (
+    JOB
+    + """
+    updates = 0
+
+    def before_update(params):
+        global updates
+        updates += 1
+        if updates == 25:
+            try:
+                open("changed", "x").close()
+            except FileExistsError:
+                return
+            next(iter(params)).data.mul_(2)
+"""
+)
+"""One replica alone changes a weight of the first of three layers before update 9."""
+
+
 def test_all_buffers_that_a_forward_changes_are_those_of_replica_0(jobs: Jobs) -> None:
     words = ("--replicas", "2", "--microbatches", "4")
     whole = jobs.train("--stages", "2", "--steps", "6", *words, source=BUFFERS)
@@ -268,6 +287,14 @@ def test_weights_that_a_forward_changes_by_its_own_samples_are_an_error(jobs: Jo
     assert run.status == 2
     assert "stage 0, layer 0: `weight` differs between the replicas" in run.stderr
     jobs.train(*words, source=source)
+
+
+def test_weights_are_compared_in_the_step_after_a_checkpoint(jobs: Jobs) -> None:
+    """Otherwise the next comparison would be before update 16."""
+    words = ("--stages", "1", "--replicas", "2", "--microbatches", "4", "--steps", "16")
+    run = jobs.run(*words, "--checkpoint-every", "10", source=APART)
+    assert run.status == 1
+    assert re.search(r"`weight` differs between the replicas,[^\n]*\n[^\n]* step 11\n", run.stderr)
 
 
 def test_replicas_that_read_different_data_fail(jobs: Jobs) -> None:

@@ -221,14 +221,16 @@ class Executor:
         kept = f"{graphs} graph{'s' * (graphs > 1)} and {inputs} input{'s' * (inputs > 1)}"
         return f"the plan has stage {stage} keep {kept} of micro-batches at once"
 
-    def run(self, run: RunStep) -> StepOutput:
+    def run(self, run: RunStep, *, compares: bool = False) -> StepOutput:
         """Run one mini-batch: accumulate gradients, update nothing.
+
+        Replicas compare their weights in the last step, and with `compares`.
 
         Raises:
             PeerLost: a channel closed.
             UserCodeError: the user's code raised; the tracker has the position.
         """
-        self._begin(run)
+        self._begin(run, compares=compares or run.last)
         program, ring, began = self._program, self._ring, perf_counter()
         count = len(program.instructions)
         times = ring.begin(run.step, run.first, program.number, count, began)
@@ -268,7 +270,7 @@ class Executor:
         )
         return StepOutput(*results, spent, recorded)
 
-    def _begin(self, run: RunStep) -> None:
+    def _begin(self, run: RunStep, *, compares: bool) -> None:
         batch, wiring, program = run.batch, self._wiring, self._program
         self._step = run.step
         own = block(batch.microbatches, self._replicas, wiring.replica)
@@ -282,7 +284,7 @@ class Executor:
             self._set_data(current)
         wiring.begin(batch.signature, program.order)
         for reduction in wiring.reductions.values():
-            reduction.begin(batch.signature, whole=run.complete)
+            reduction.begin(batch.signature, whole=run.complete, compares=compares)
 
     def _set_data(self, batch: MicroBatches) -> None:
         """Set the inputs of stage 0, and the targets there and on a last stage that is here.

@@ -7,7 +7,7 @@ stay bitwise equal.
 
 Buffers that a forward changes take the values of replica 0, as under DDP's ``broadcast_buffers``.
 Weights that differ between replicas are not made equal: an error reports them. They are compared
-before updates 1, 2, 4, 8, ...
+before updates 1, 2, 4, 8, ..., in the step that follows a checkpoint, and in the last step.
 Deferred batch norm takes the micro-batches of all replicas into account, in their order.
 """
 
@@ -72,13 +72,19 @@ class Reduction:
         """By replica and parameter, whether there is a gradient."""
         self._updates = 0
         """How many updates this reduction has been made for."""
+        self._compares = False
+        """Whether weights are compared at the next opportunity, whatever the number of updates."""
         self._names: list[str] = []
         self._checksums = torch.zeros(1, dtype=torch.int64, device="cpu")
         """Checksums of the weights with these names, as last compared. They are sent after
         every mini-batch, because a frame of another shape would have all gradients described."""
 
-    def begin(self, signature: int, *, whole: bool) -> None:
-        """Begin a mini-batch; with `whole`, the gradients of the step are complete after it."""
+    def begin(self, signature: int, *, whole: bool, compares: bool = False) -> None:
+        """Begin a mini-batch; with `whole`, the gradients of the step are complete after it.
+
+        With `compares` weights are compared, in this mini-batch or the next that reduces anything.
+        """
+        self._compares = self._compares or compares
         trained = [(name, p) for name, p in self._layers.named_parameters() if p.requires_grad]
         if [id(p) for _, p in trained] != [id(p) for p in self._gradients.parameters]:
             self._gradients = Gradients(trained, self._replicas)
@@ -117,7 +123,8 @@ class Reduction:
         present = self._gradients.begin() if self._reduces_gradients else []
         self._flags = [*present, *self._buffers.changes(), True]
         flags = torch.tensor(self._flags, dtype=torch.uint8, device="cpu")
-        if is_checked(self._updates + 1):
+        self._compares = self._compares or is_checked(self._updates + 1)
+        if self._compares:
             self._sum_weights()
         frame = [flags, self._checksums, *self._stage.deferred.moments()]
         for goal, sender in self._senders.items():
@@ -138,9 +145,10 @@ class Reduction:
                 f"stage {self._stage.index}: its parameters that require grad, or its buffers, are "
                 "not the same on all replicas; build the same model on each"
             )
-        if is_checked(self._updates + 1):
+        if self._compares:
             for frame in first.values():
                 self._compare(frame[1].tolist())
+        self._compares = False
         self._updates += self._reduces_gradients
         count = len(self._gradients.parameters) if self._reduces_gradients else 0
         self._present = [flags[r][:count] for r in replicas]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -458,3 +458,27 @@ def test_replicas_that_update_with_other_learning_rates_are_found_at_the_next_up
     text = r"stage 0, layer 2: `weight` differs between the replicas"
     with pytest.raises(ReplicasDiffer, match=text):
         pipeline.train(2)
+
+
+class _Apart(torch.optim.SGD):
+    """An optimizer whose learning rate differs between replicas in its fifth update and later."""
+
+    made: ClassVar[list[_Apart]] = []
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self._updates = 0
+        self.made.append(self)
+
+    def step(self, closure: Any = None) -> Any:
+        self._updates += 1
+        if self._updates == 5 and self is self.made[-1]:
+            self.param_groups[0]["lr"] = 0.2
+        return super().step(closure)
+
+
+def test_weights_are_compared_in_the_last_step() -> None:
+    way, batches = filled(Placement.identity(1, 2)), data(*[8] * 6)
+    pipeline = Pipeline(net(), mse, batches, way, microbatches=4, optimizer=_Apart)
+    with pytest.raises(ReplicasDiffer):
+        pipeline.train(6)
