@@ -316,8 +316,8 @@ def _batch_size(item: Any, prefix: str) -> int:
             raise UsageError(f"{prefix} a {kind} tensor, which cannot be split; make it dense")
     if any(tensor.dim() == 0 for tensor in tensors):
         raise UsageError(
-            f"{prefix} a tensor without dims; dim 0 of every tensor is the batch, as a DataLoader "
-            "makes it"
+            f"{prefix} a tensor without dims; dim 0 of every tensor is the batch: if these are "
+            "samples, return DataLoader(samples, batch_size=...)"
         )
     sizes = {tensor.shape[0] for tensor in tensors}
     if len(sizes) > 1:
