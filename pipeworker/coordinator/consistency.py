@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from pipeworker.coordinator.roster import Member
@@ -43,6 +43,12 @@ def source_mismatch(members: Iterable[Member]) -> str:
                 "the same on all hosts"
             )
     return ""
+
+
+def changed_sources(members: Iterable[Member], known: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the files that the workers have loaded with another digest than the known one."""
+    found = {(s.name, s.digest) for m in members if m.described for s in m.described.sources}
+    return tuple(sorted(name for name, digest in found if known.get(name, digest) != digest))
 
 
 def settings_mismatch(members: Iterable[Member]) -> str:

@@ -147,7 +147,19 @@ class Generation(FactFinding):
         mismatch = consistency.source_mismatch(members) or consistency.settings_mismatch(members)
         if mismatch:
             return self.fail(Failure(Cause.USAGE, mismatch))
-        return self.find_facts(now)
+        return [*self._changed_sources(), *self.find_facts(now)]
+
+    def _changed_sources(self) -> list[Effect]:
+        """Warn of files that have changed since earlier workers of the job loaded them."""
+        members, known = self.members, self.progress.sources
+        changed = consistency.changed_sources(members, known)
+        known.update(
+            (s.name, s.digest) for m in members if m.described for s in m.described.sources
+        )
+        if not changed:
+            return []
+        text = f"{', '.join(changed)}: changed while the job runs; from here on the workers run"
+        return [Warned(f"{text} the changed code, whose numbers may differ")]
 
     def _on_ready(self, member: Member, message: Ready, now: float) -> list[Effect]:
         assert self.blueprint

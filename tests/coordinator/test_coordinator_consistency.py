@@ -5,11 +5,12 @@ from __future__ import annotations
 import msgpack
 import pytest
 
-from pipeworker.coordinator.effects import Send
+from pipeworker.coordinator.effects import Effect, Send
 from pipeworker.coordinator.events import MessageReceived, VersionMismatch
 from pipeworker.coordinator.waiting import State
 from pipeworker.errors import ProtocolError
 from pipeworker.wire import codec
+from pipeworker.wire.lines import Warned
 from pipeworker.wire.messages.plan import Described, Source
 from pipeworker.wire.messages.presence import Abort, Hello
 from support.pure.coordinator import LAYERS, ScriptedJob, of, replaceable_job
@@ -60,6 +61,26 @@ def test_a_file_that_differs_is_named_with_its_host() -> None:
     expected = "net.py: rank 2 on host has another version of it than rank 0 on host"
     assert job.failure.message.startswith(expected)
     assert job.ended.exit_status == 2
+
+
+def test_files_that_change_between_two_generations_are_named_once() -> None:
+    job = replaceable_job()
+
+    def warned(*sources: Source) -> list[str]:
+        job.join()
+        effects: list[Effect] = []
+        for rank in job.ranks:
+            effects += job.receive(Described(rank, LAYERS, (), sources=sources))
+        job.exited(0, -9)
+        return [warning.text for warning in of(effects, Warned)]
+
+    job_file, module = Source("job.py", "a"), Source("net.py", "b")
+    changed = Source("job.py", "c"), Source("net.py", "d")
+    assert not warned(job_file, module)
+    assert not warned(job_file)
+    (text,) = warned(*changed, Source("new.py", "e"))
+    assert text.startswith("job.py, net.py: changed while the job runs; ")
+    assert not warned(*changed)
 
 
 def test_a_torch_setting_that_differs_is_named_with_its_host() -> None:

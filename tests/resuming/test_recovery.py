@@ -77,6 +77,17 @@ def test_a_repeated_failure_at_the_same_place_ends_the_job(jobs: Jobs) -> None:
     assert run.summary["steps"] == 3
 
 
+def test_a_job_file_that_is_edited_while_the_job_runs_is_a_warning(jobs: Jobs) -> None:
+    source = gated(JOB.replace("def loss", "FACTOR = 1\n\n    def loss"), when="_ == 3")
+    process, path = jobs.start("--stages", "2", "--microbatches", "1", source=source)
+    until(lambda: steps_of(path) == 2)
+    jobs.write(source.replace("FACTOR = 1", "FACTOR = 2"))
+    os.kill(Record(path).plan["stages"][1]["pid"], signal.SIGKILL)
+    (jobs.folder / "go").touch()
+    run = ended(process, path)
+    assert run.stderr.startswith("warning: job.py: changed while the job runs; from here on ")
+
+
 def test_without_restarts_the_first_loss_ends_the_job(jobs: Jobs) -> None:
     run = jobs.run(*WORDS, "--max-restarts", "0", "--", "kill", source=DIES)
     assert run.status == 1

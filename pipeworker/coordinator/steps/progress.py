@@ -78,6 +78,8 @@ class Progress:
         known_facts: facts of layers of earlier jobs, by digest.
         sampling: decides which mini-batches are recorded.
         plans: the plans that were made from the facts, by number of workers.
+        sources: digests of the job file and the modules beside it, by name, as workers last loaded
+            them.
     """
 
     steps: int = 0
@@ -102,6 +104,7 @@ class Progress:
     known_facts: Mapping[str, LayerFacts] = field(default_factory=dict)
     sampling: Sampling = field(default_factory=Sampling)
     plans: dict[int, Planned] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
     _completed: int = 0  # steps that this process saw completed
     _bubbles: float = 0.0  # the sum of their bubbles
     _busy_seconds: tuple[float, ...] = ()  # by worker, since their number last changed
