@@ -36,7 +36,7 @@ from launcher.plan import plan
 from launcher.run_commands import RUN_COMMANDS
 from pipeworker.display.text import shell_join
 from pipeworker.errors import PipeworkerError, UsageError
-from pipeworker.host.signals import restore_ends
+from pipeworker.host.signals import ignore_ends, restore_ends
 from pipeworker.job.option_parsing import workers_per_replica
 from pipeworker.job.options import PRECISIONS
 from pipeworker.version import __version__
@@ -187,7 +187,9 @@ def launch(
         restore_ends()
         sys.exit(_follow(engine.submit(new)))
     else:
-        sys.exit(_run(request, engine, spec, view))
+        status = _run(request, engine, spec, view)
+        ignore_ends()
+        sys.exit(status)
 
 
 def _follow(job: SubmittedJob) -> int:

@@ -53,6 +53,15 @@ def handle_before_job() -> None:
             signal.signal(number, handler)
 
 
+def ignore_ends() -> None:
+    """Ignore the signals that end a job, which has ended: only this process has yet to exit.
+
+    As Python exits, it gives other handlers up, and a signal would then replace the exit status.
+    """
+    for number in (signal.SIGINT, *_ENDS):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def restore_ends() -> None:
     """Have SIGTERM and SIGHUP end this process at once again: its job runs elsewhere."""
     for number in _ENDS:

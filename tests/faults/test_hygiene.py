@@ -250,6 +250,30 @@ def test_a_signal_while_a_command_is_imported_has_its_effect(
     assert process.returncode == expected
 
 
+LATE_END = """
+import os
+import signal
+import sys
+
+class Late:
+    def __del__(self, end=(os.kill, os.getpid(), signal.SIGTERM)):
+        end[0](*end[1:])
+
+if "launch" in sys.orig_argv:
+    late = Late()
+"""
+"""A module whose objects Python removes when it no longer handles signals."""
+
+
+def test_a_signal_while_the_launcher_exits_leaves_the_status_of_the_job(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs.write(LATE_END, "late/sitecustomize.py")
+    monkeypatch.setenv("PYTHONPATH", str(jobs.folder / "late"))
+    run = jobs.train("--stages", "1", "--steps", "1", cold=True)
+    assert run.summary["status"] == "done"
+
+
 def test_an_interrupt_of_every_process_of_a_job_gives_a_checkpoint(
     start: Callable[..., Live],
 ) -> None:
