@@ -169,8 +169,13 @@ class RunDir:
         os.close(no_link(self.root / kind.value, os.O_WRONLY | os.O_CREAT))
 
     def requested(self, kind: Request) -> bool:
-        """Return whether there is a request that was not withdrawn."""
-        return (self.root / kind.value).exists()
+        """Return whether there is a request that was not withdrawn.
+
+        A directory that cannot be searched now, as on a network file system, has none.
+        """
+        with suppress(OSError):
+            return (self.root / kind.value).exists()
+        return False
 
     def withdraw(self, kind: Request) -> bool:
         """Withdraw a request; return whether there was one."""

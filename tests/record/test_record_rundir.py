@@ -12,7 +12,7 @@ import pytest
 from pipeworker.errors import UsageError
 from pipeworker.record import run_record, rundir
 from pipeworker.record.files.located import located
-from pipeworker.record.rundir import RunDir
+from pipeworker.record.rundir import Request, RunDir
 from pipeworker.wire.lines import Verdict
 
 
@@ -67,6 +67,10 @@ def test_a_directory_that_is_unmounted_was_not_moved(tmp_path: Path) -> None:
         subprocess.run(["umount", "--lazy", str(mounted)], check=True)
     assert located(run.root) == "/tmp"
     assert run.path == mounted / "tmp"
+
+
+def test_a_directory_that_cannot_be_searched_has_no_request() -> None:
+    assert not RunDir(Path("x" * 5000)).requested(Request.CANCEL)
 
 
 def test_create_makes_the_requested_directory(tmp_path: Path) -> None:
