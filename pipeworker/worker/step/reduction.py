@@ -281,14 +281,16 @@ class _Buffers:
 
     def __init__(self, stage: int, layers: nn.Module) -> None:
         self._stage = stage
+        self._layers = layers
         self._modules = [*layers.modules()]  # each once
         slots = [slot for slot, buffer in self._found() if buffer is not None]
         self._small = [slot for slot in slots if _get(slot).nbytes <= _SMALL]
         self._large = [slot for slot in slots if _get(slot).nbytes > _SMALL]
         self._chosen: list[Slot] = []
         self._versions: list[tuple[torch.Tensor, int]] = []
-        self._checksums: list[tuple[int, ...]] | None = None
-        """Those of the large buffers before the first mini-batch; empty after it."""
+        self._mini_batches = 0
+        self._checksums: list[tuple[int, ...]] = []
+        """Those of the large buffers before a mini-batch that is looked at; else empty."""
         self._untraced: set[Slot] = set()
         """Large buffers that a forward changes without a trace in their version."""
         self._is_needed = False
@@ -303,22 +305,38 @@ class _Buffers:
 
     def begin(self) -> None:
         """Begin a mini-batch: detect changes from now on."""
+        self._mini_batches += 1
         # A forward may fill a buffer that is None, and the first one may register others.
-        self._is_needed = self._checksums is None or any(True for _ in self._found())
+        self._is_needed = self._mini_batches == 1 or any(True for _ in self._found())
         self._versions = [(_get(slot), version_of(_get(slot))) for slot in self._large]
-        if self._checksums is None:
-            self._checksums = [checksums(_get(slot)) for slot in self._large]
+        is_due = is_checked(self._mini_batches)
+        self._checksums = [checksums(_get(slot)) for slot in self._large] if is_due else []
 
     def changes(self) -> list[bool]:
-        """Return which of the large buffers have changed here."""
-        for slot, before in zip(self._large, self._checksums or (), strict=False):
-            if checksums(_get(slot)) != before:
-                self._untraced.add(slot)
-        self._checksums = []
-        return [
-            slot in self._untraced or _get(slot) is not buffer or version_of(buffer) != version
+        """Return which of the large buffers have changed here.
+
+        Raises:
+            UsageError: a forward after the first mini-batch is the first one to change a large
+                buffer without a trace, so the replicas may have had different ones for a while.
+        """
+        traced = [
+            _get(slot) is not buffer or version_of(buffer) != version
             for slot, (buffer, version) in zip(self._large, self._versions, strict=True)
         ]
+        for slot, before, is_traced in zip(self._large, self._checksums, traced, strict=False):
+            if slot in self._untraced or is_traced or checksums(_get(slot)) == before:
+                continue
+            if self._mini_batches > 1:
+                module, name = slot
+                place = next(name for name, m in self._layers.named_modules() if m is module)
+                layer, _, folder = f"{place}.{name}".partition(".")
+                raise UsageError(
+                    f"stage {self._stage}, layer {layer}: a forward has begun to change the buffer "
+                    f"`{folder}` without a trace (.data), so it may differ between the replicas; "
+                    "change it in place under torch.no_grad() instead, or from the first step on"
+                )
+            self._untraced.add(slot)
+        return [slot in self._untraced or t for slot, t in zip(self._large, traced, strict=True)]
 
     def choose(self, changes: Sequence[Sequence[bool]]) -> None:
         """Choose the buffers to send: of the large ones those that any replica has changed."""

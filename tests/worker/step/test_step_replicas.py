@@ -284,6 +284,35 @@ def test_a_large_buffer_is_broadcast_if_any_replica_changes_it(
     assert bool(table.any()) is changes
 
 
+class Untraced(nn.Module):
+    """A layer that changes a large buffer without a trace from its forward of a number on."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.table: torch.Tensor
+        self.register_buffer("table", torch.zeros(1 << 15))
+        self.first, self.forwards = first, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        if self.forwards >= self.first:
+            self.table.data += x[0, 1].detach()
+        return x
+
+
+def test_a_large_buffer_that_begins_to_change_without_a_trace_later_is_rejected() -> None:
+    """From the first mini-batch on, it is made equal; later, replicas had different ones."""
+
+    def train(first: int) -> None:
+        way = filled(Placement.identity(1, 2), "never")
+        layers = [nn.Linear(6, 6), nn.Sequential(Untraced(first)), nn.Linear(6, 2)]
+        Pipeline(layers, mse, data(6, 6, 6, 6), way, microbatches=2, limit=5.0).train(4)
+
+    train(1)  # which asserts that replicas are equal
+    with pytest.raises(UsageError, match=r"^stage 0, layer 1: .* change the buffer `0\.table` with"):
+        train(4)
+
+
 class Lazy(nn.Module):
     """A layer that registers its only buffer in its first forward."""
 
