@@ -204,7 +204,7 @@ class StageOptimizers:
     def _group_rates(self, key: str) -> list[list[Any]]:
         """Return copies of a rate of each group of all optimizers; None where a group has none."""
         return [
-            [copy.copy(group.get(key)) for group in optimizer.param_groups]
+            [copy.deepcopy(group.get(key)) for group in optimizer.param_groups]
             for optimizer in self.all
         ]
 

@@ -231,6 +231,22 @@ def test_a_rate_that_a_scheduler_has_made_of_the_optimizers_is_made_of_it_again(
     assert rates(updater)[1] < rates(uncut)[1]
 
 
+def test_a_rate_that_is_a_tensor_begins_again_as_the_optimizer_had_it() -> None:
+    def adam(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(params, lr=torch.tensor(0.5))
+
+    def warm_up(optimizer: Any, steps: int) -> Any:
+        return schedules.LinearLR(optimizer, 0.25, total_iters=steps)
+
+    updater, uncut = (make([nn.Linear(2, 2)], adam, warm_up) for _ in range(2))
+    for number in range(1, 4):
+        step(uncut, number)
+    tensor = updater.optimizers.all[0].param_groups[0]["lr"]
+    updater.optimizers.restart_schedulers(3)
+    assert rates(updater) == rates(uncut)
+    assert updater.optimizers.all[0].param_groups[0]["lr"] is tensor
+
+
 def test_a_scheduler_that_uses_the_evaluation_loss_is_left_alone_when_others_are_made_again() -> (
     None
 ):
