@@ -200,8 +200,8 @@ def breakdown(
         time.idle[OTHER] += suspended
     shown = {life.generation for one in chosen for life in one.lives}
     numbers = tuple(sorted({one.step for one in chosen}))
-    for pair, begin, end in recoveries(lives):
-        if {*pair} <= shown:
+    for (before, after), begin, end in recoveries(lives):
+        if shown and min(shown) <= before and after <= max(shown):
             # The steps are a sample; they have as large a share of what happened between them.
             lost = (end - begin) * len(numbers) / (numbers[-1] - numbers[0] + 1)
             total += lost

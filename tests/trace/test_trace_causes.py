@@ -259,6 +259,20 @@ def test_the_time_between_two_generations_is_recovery() -> None:
     assert one.received > BASE
 
 
+def test_a_generation_that_completes_no_step_leaves_two_recoveries() -> None:
+    order = ORDERS["gpipe"]
+    (life,) = lives_of(order.build(order.place(1), 2, ["never"]), steps=3)
+    one, lost, two = life.commands
+    lost = replace(lost, answered=None, actions=())
+    lives = [replace(life, generation=n, commands=(c,)) for n, c in enumerate((one, lost, two), 1)]
+    (time,) = explained(lives).workers
+    assert one.answered is not None
+    waited = lost.received - one.answered + two.received - lost.received
+    assert time.idle[RECOVERY] == pytest.approx(waited * 2 / 3)
+    later = breakdown(lives, list(mini_batches(lives))[1:])
+    assert later.workers[0].idle[RECOVERY] == 0
+
+
 def test_a_recovery_counts_by_the_share_of_the_steps_that_are_recorded() -> None:
     order = ORDERS["gpipe"]
     (life,) = lives_of(order.build(order.place(1), 2, ["never"]), steps=20)
