@@ -134,7 +134,7 @@ def _with_updates(commands: Sequence[Command]) -> Iterator[Command]:
     last: Command | None = None
     for command in commands:
         updates = tuple(takewhile(lambda span: span.name == UPDATE, command.spans))
-        if last and last.actions and updates and not command.actions and command.step <= last.step:
+        if last and updates and not command.actions and command.step <= last.step:
             rest = command.spans[len(updates) :]
             done = updates[-1].end if rest else command.answered
             last = replace(last, spans=(*last.spans, *updates), answered=done)
@@ -184,7 +184,7 @@ def breakdown(
     for one in chosen:
         total += one.end - one.begin
         waits = Waits.of(one.lives, one.commands)
-        last = min(one.end, max(command.answered or 0.0 for command in one.commands))
+        last = max(command.answered or 0.0 for command in one.commands)
         idle = explained.idle(one)
         for life, command, simulated in zip(one.lives, one.commands, idle, strict=True):
             time = workers.setdefault(life.rank, WorkerTime(life.rank, life.stages, life.replica))

@@ -86,7 +86,7 @@ class Waits:
 
     def behind(self, life: WorkerLife, command: Command, last: float) -> float:
         """Return the seconds that a worker waited behind its actions, until `last` at most."""
-        answered = min(last, last if command.answered is None else command.answered)
+        answered = last if command.answered is None else command.answered
         waited = last - answered
         if command.actions:
             _, begin, end = command.actions[-1]
