@@ -281,9 +281,7 @@ def moments_of(actions: Sequence[Action], held: Sequence[int]) -> Moments:
         found[tuple(tuple(now[stage]) for stage in held)] = None
 
     for kind, stage, m, _ in actions:
-        counts = now.get(stage)
-        if counts is None:
-            continue
+        counts = now[stage]
         if kind is Kind.FORWARD:
             counts[0] += 1
             counts[1] += 1
@@ -309,8 +307,6 @@ def moments_of(actions: Sequence[Action], held: Sequence[int]) -> Moments:
             for at in range(4):
                 counts[at] -= 1
             counts[4] -= kind is Kind.BACKWARD_WEIGHT
-    if grown:
-        note()
     return tuple(tuple(Held(*counts) for counts in moment) for moment in _most(found))
 
 
