@@ -16,6 +16,7 @@ from pipeworker.plan.simulate import Costs, simulate
 from pipeworker.trace import causes
 from pipeworker.trace.causes import (
     CAUSES,
+    CHECKPOINT,
     COORDINATOR,
     DATA,
     FILL_DRAIN,
@@ -31,7 +32,7 @@ from pipeworker.trace.causes import (
     schedule_of,
     undisturbed,
 )
-from pipeworker.trace.recorder import EVALUATION
+from pipeworker.trace.recorder import EVALUATION, SNAPSHOT
 from pipeworker.trace.timeline import Command, Span, WorkerLife
 from support.pure.facts import DRAWN_ORDERS
 from support.pure.timelines import BASE, draw_schedule, lives_of
@@ -132,6 +133,22 @@ def test_an_update_before_an_evaluation_is_part_of_its_step() -> None:
         assert total(time) == pytest.approx(found.seconds)
         assert min(time.idle.values()) > -1e-6
     assert found.seconds < 1
+
+
+def test_a_snapshot_before_the_actions_of_a_step_is_a_checkpoint() -> None:
+    order = ORDERS["gpipe"]
+
+    def saved(command: Command) -> Command:
+        (update,) = command.spans
+        return replace(command, spans=(update, Span(SNAPSHOT, update.end, update.end + 0.002)))
+
+    lives = lives_of(order.build(order.place(2), 4, ["never"] * 2))
+    lives = [replace(life, commands=tuple(map(saved, life.commands))) for life in lives]
+    found = explained(lives)
+    for time in found.workers:
+        assert time.idle[CHECKPOINT] == pytest.approx(2 * 0.002)
+        assert time.optimizer == pytest.approx(2 * UPDATE)
+        assert total(time) == pytest.approx(found.seconds)
 
 
 def test_a_step_in_which_the_job_was_suspended_counts_only_by_how_long_that_was() -> None:

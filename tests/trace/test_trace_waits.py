@@ -87,13 +87,16 @@ def test_a_replica_waits_for_the_data_of_another_one(load: tuple[float, float]) 
         assert sum(time.parts.values()) == pytest.approx(found.seconds)
 
 
-def test_a_replica_that_computes_longer_is_not_a_wait_for_data() -> None:
-    schedule = schedule_of("gpipe", 2, 4, replicas=2)
-    fast, slow = (
-        recorded_lives(schedule, Costs.even(2, each, 2 * each), [0.0, 0.0]) for each in (1e-3, 2e-3)
-    )
-    found = explained([*fast[:2], *slow[2:]])
+def test_a_replica_that_computes_longer_is_a_transfer_and_not_a_wait_for_data() -> None:
+    schedule, costs = schedule_of("gpipe", 2, 4, replicas=2), Costs.even(2, 1e-3, 2e-3)
+    lives = recorded_lives(schedule, costs, [0.0, 0.0], times=[1.0, 2.0])
+    found = explained(lives)
     assert [time.idle[DATA] for time in found.workers] == [0, 0, 0, 0]
+    own_step = 5 * 0.003  # and that of the other replica takes twice as long
+    assert found.workers[0].idle[TRANSFER] == pytest.approx(own_step)
+    assert [time.idle[TRANSFER] for time in found.workers[2:]] == pytest.approx([0, 0])
+    for time in found.workers:
+        assert sum(time.parts.values()) == pytest.approx(found.seconds)
 
 
 def test_a_wait_for_a_first_stage_whose_command_came_late_is_the_coordinators() -> None:

@@ -135,6 +135,8 @@ def test_replicas_that_share_the_optimizer_have_a_part_of_its_state() -> None:
     one = layer(parameter_bytes=100, gradient_bytes=90, optimizer_bytes=200)
     facts = replace(network([one] * 2), copies=1, replicas=4, shards_optimizer=True)
     assert LayerBytes(facts, 4).state((0, 2)) == 2 * (2 * (100 + 50) + 90)
+    apart = replace(facts, shards_optimizer=False)
+    assert LayerBytes(apart, 4).state((0, 2)) == 2 * (2 * (100 + 200) + 90)
 
 
 @pytest.mark.parametrize("mapped", [False, True])
@@ -176,7 +178,12 @@ def test_stages_of_one_worker_pass_values_without_buffers() -> None:
     assert [size.ahead for size in sizes] == [0, 4, 0, 4]
     assert [size.gradients_ahead for size in sizes] == [4, 0, 4, 0]
     assert sizes[3].input == 10  # the target is where the mini-batch is
-    assert sizes[0].fixed == 2 * 4 * 1000 + 4 * 10
+    assert [size.fixed for size in sizes] == [2 * 4 * 1000 + 4 * 10, 4 * 10, 4 * 10, 4 * 10]
+
+
+def test_only_the_last_stage_receives_targets() -> None:
+    sizes = LayerBytes(replace(network([layer(output_bytes=10)] * 3), target_bytes=2), 4)
+    assert [sizes.stage((stage, stage + 1)).input for stage in range(3)] == [0, 10, 12]
 
 
 @given(microbatches=st.integers(1, 8))

@@ -86,6 +86,7 @@ def recorded_lives(
     costs: Costs,
     load: Sequence[float] = (0.0,),
     late: Sequence[float] = (0.0,),
+    times: Sequence[float] = (1.0,),
 ) -> list[WorkerLife]:
     """Return what all workers would record of one step, with every wait where it occurs.
 
@@ -94,8 +95,9 @@ def recorded_lives(
         costs: of its stages.
         load: the seconds that data() takes, by replica.
         late: by worker of a replica, how long after the first one it receives its command.
+        times: by replica, how many times as long its actions take.
     """
-    steps = [_Recorded(load, late, schedule, costs, *at) for at in _ranks(schedule, load)]
+    steps = [_Recorded(load, late, times, schedule, costs, *at) for at in _ranks(schedule, load)]
     begins: dict[tuple[int, Action], float] = {}
     while sum([step.advance(begins) for step in steps]):
         pass
@@ -113,6 +115,7 @@ class _Recorded:
         self,
         load: Sequence[float],
         late: Sequence[float],
+        times: Sequence[float],
         schedule: Schedule,
         costs: Costs,
         replica: int,
@@ -120,6 +123,7 @@ class _Recorded:
     ) -> None:
         self._load, self._schedule, self._costs = load, schedule, costs
         self._replica, self._worker = replica, worker
+        self._times = times[replica % len(times)]
         self._received = self._now = BASE + late[worker % len(late)]
         self._spans: list[ActionSpan] = []
         self._sent: dict[Edge, list[Action]] = defaultdict(list)
@@ -132,7 +136,7 @@ class _Recorded:
             ends = [begins.get(key) for key in self._needs(action)]
             if None in ends:
                 break
-            begin, cost = self._now, self._costs.of(action.kind, action.stage)
+            begin, cost = self._now, self._times * self._costs.of(action.kind, action.stage)
             cost += self._load[self._replica] * (action.kind is Kind.LOAD)
             self._now = max([begin, *(end for end in ends if end is not None)]) + cost
             self._spans.append(ActionSpan(action, begin, self._now))
