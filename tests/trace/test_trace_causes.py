@@ -65,6 +65,8 @@ def test_the_parts_of_every_worker_add_up_to_the_time_of_the_steps(
         assert min(time.idle.values()) > -1e-6
         assert time.idle.keys() == {*CAUSES}
         assert time.optimizer == pytest.approx(2 * UPDATE)
+        again = [a.stage for a in schedule.workers[time.worker] if a.kind is Kind.RECOMPUTE]
+        assert time.recompute == pytest.approx(2 * sum(costs.forward[stage] for stage in again))
         assert time.idle[COORDINATOR] == pytest.approx(2 * LATE)
         assert time.idle[OTHER] >= 2 * BEFORE - 1e-6
 
