@@ -323,9 +323,14 @@ def create(asked: str | Path | None, job_file: Path) -> tuple[RunDir, tuple[Path
                 made = (path.resolve(), *new)
             (path / "logs").mkdir(exist_ok=True)
             return RunDir(path.resolve()), made
-        except FileExistsError:
+        except FileExistsError as error:
             if asked:
                 raise already_exists(asked) from None
+            if not os.path.lexists(path):
+                raise UsageError(
+                    f"run directory {path}: cannot be made: {error.filename} is a link that leads "
+                    "nowhere; choose another --run-dir"
+                ) from None
             attempt += 1
             path = stem.with_name(f"{stem.name}-{attempt}")
         except OSError as error:

@@ -142,6 +142,15 @@ def test_the_default_directory_is_new_each_time(
     assert names == [stem, Path(f"{stem}-2"), Path(f"{stem}-3")]
 
 
+def test_create_refuses_a_link_that_leads_nowhere_in_place_of_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(UsageError, match="cannot be made: runs is a link that leads nowhere"):
+        rundir.create(None, Path("job.py"))
+
+
 def test_create_refuses_an_impossible_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"run directory .*: cannot be made: Not a directory"):
