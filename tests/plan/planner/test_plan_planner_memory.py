@@ -15,7 +15,7 @@ from pipeworker.plan.orders import Order, resolve
 from pipeworker.plan.partition import even, ranges
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planner.costs import stage_costs
-from pipeworker.plan.planner.memory import LayerBytes, StageBytes, moments, peak
+from pipeworker.plan.planner.memory import Ends, LayerBytes, StageBytes, moments, peak
 from pipeworker.plan.planner.stages import Divisions
 from pipeworker.plan.simulate import simulate
 from support.pure.facts import DRAWN_ORDERS, SPLIT_ORDERS, layer, network, networks
@@ -249,9 +249,10 @@ def test_a_frozen_stage_in_front_keeps_nothing_and_a_later_one_does() -> None:
 def test_a_skip_is_held_where_it_arrives_unless_it_begins_there() -> None:
     facts = NetworkFacts((layer(),) * 4, skips=(LayerSkip(0, 3, 50),))
     sizes = LayerBytes(facts, 4)
-    assert sizes.stage((2, 4)).input == 50
-    assert sizes.stage((0, 4)).input == 0
-    assert sizes.stage((0, 2)).input == 0
+    assert [sizes.stage(r).input for r in ((2, 4), (0, 4), (0, 2), (1, 3))] == [50, 0, 0, 0]
+    mapped = LayerBytes(replace(facts, maps_frames=True), 4)
+    ends = Ends(sent=3)
+    assert [mapped.stage(r, ends).fixed for r in ((0, 2), (0, 4), (1, 3))] == [3 * 50, 0, 0]
 
 
 def test_a_tied_weight_has_a_second_gradient_on_stages_that_share_it() -> None:
