@@ -130,7 +130,6 @@ class StageChannels:
         self.forward(m)
         mb = self.microbatches[m]
         mb.value, mb.output, mb.arrived = None, None, {}
-        mb.boundary, mb.edges = None, ()
         for receiver in self.forward_receivers:
             receiver.release(m)
 

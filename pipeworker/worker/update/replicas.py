@@ -238,9 +238,9 @@ def _flat_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 
 
 def _sum(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Add up in order, into a new tensor."""
+    """Add up in order, several into a new tensor."""
     if len(values) == 1:
-        return values[0].clone()
+        return values[0]
     total = values[0] + values[1]
     for one in values[2:]:
         total += one

@@ -168,8 +168,7 @@ class Ties:
                 owner.copy_(origin)
         for place, parameter in group.own.items():
             _check(names[min(group.own)], owner, names[place], parameter)
-            if parameter.data_ptr() != owner.data_ptr():
-                parameter.data = owner.data
+            parameter.data = owner.data
 
     @property
     def aliases(self) -> set[int]:

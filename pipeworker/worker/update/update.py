@@ -154,8 +154,6 @@ class Updater:
             )
         if self._ties is not None:
             self._ties.set_gradients()
-        if not self.optimizers.all and len(self.shards) == 1:
-            return
         if not update.overflow:
             self._finish_gradients(update)
             if self.optimizers.all:

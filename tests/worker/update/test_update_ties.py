@@ -127,6 +127,15 @@ def test_mistakes_are_named(names: tuple[str, ...], message: str) -> None:
         Ties(0, [Tie(names, (0, 0))], layers, never)
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_place_that_is_frozen_alone_is_an_error_on_each_stage(stage: int) -> None:
+    layers = {0: nn.Linear(2, 2), 1: nn.Linear(2, 2)}
+    _weight(layers[0]).requires_grad_(False)
+    tie = Tie(("0.weight", "1.weight"), (0, stage))
+    with pytest.raises(UsageError, match=r"of 0.weight and 1.weight only one requires grad"):
+        Ties(stage, [tie], layers, layers.__getitem__)
+
+
 def by_data(a: nn.Linear, b: nn.Linear) -> None:
     b.weight.data = a.weight.data
 
