@@ -2,7 +2,7 @@
 
 Code reaches such a parameter by a global variable, a closure or an object. Where another stage has
 the layer, the stage of the user has a copy of the parameter, which no optimizer updates. The graph
-of the first micro-batch shows the parameters that a layer uses.
+of a micro-batch shows the parameters that a layer uses. The first one shows nearly all mistakes.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ class Borrowing:
         place_of: returns the name of a parameter that a layer known to this process has.
         origin_of: returns the origin of a parameter that callables reach.
         found: used parameters of no known layer; the layer of another process may have them.
-        notes: hints for the user about scalars that a forward leaves in attributes, and the loss.
+        notes: hints for the user about scalars that the first forward of a layer leaves in
+            attributes, and the loss.
     """
 
     place_of: TextOf
     origin_of: TextOf
     found: list[Borrowed] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    _known: set[tuple[str, int]] = field(default_factory=set)
+    """The users that were watched before, with the index of the layer."""
 
     def watching(
         self, user: str, index: int, layer: nn.Module, call: Callable[..., Any]
@@ -75,17 +78,21 @@ class Borrowing:
                     "loss(): uses a tensor with a graph that a layer has left behind, and with "
                     "several stages it could not have it; return it with the output of the layer"
                 )
-            if user == LOSS:
-                self.notes += losses.notes_on(output)
-            else:
-                self.notes += _left_in_attributes(user, layer, nodes, begin)
+            if (user, index) not in self._known:
+                self._known.add((user, index))
+                if user == LOSS:
+                    self.notes += losses.notes_on(output)
+                else:
+                    self.notes += _left_in_attributes(user, layer, nodes, begin)
             for parameter in _leaves(nodes):
                 if id(parameter) in own:
                     continue
                 if place := self.place_of(parameter):
                     raise used_elsewhere(user, place)
                 if origin := self.origin_of(parameter):
-                    self.found.append(Borrowed(user, index, origin))
+                    use = Borrowed(user, index, origin)
+                    if use not in self.found:
+                        self.found.append(use)
             return output
 
         return watched

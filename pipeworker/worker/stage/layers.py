@@ -25,7 +25,7 @@ from pipeworker.worker.stage.borrowed import Borrowing
 from pipeworker.worker.stage.cut.part import Part
 from pipeworker.worker.stage.shared_buffers import Place
 from pipeworker.worker.stage.skips import StageSkips, Table
-from pipeworker.worker.stage.values import describe, first_in_graph
+from pipeworker.worker.stage.values import describe, first_in_graph, is_checked
 
 Backend = Callable[..., Any]
 _KERNELS = "inductor"
@@ -87,7 +87,8 @@ class StageConfig:
         precision: ``fp32``, or ``bf16`` or ``fp16``: layers and loss run under autocast.
         deferred_batch_norm: update running statistics once a mini-batch.
         compiler: a backend of ``torch.compile`` for the layers; None to run them as they are.
-        borrowing: looks at the first micro-batch for parameters that layers use and do not have.
+        borrowing: looks for parameters that layers use and do not have: at the first forward, the
+            second one, the fourth and so on.
         shared_buffers: the names of buffers that other stages have too, by place.
     """
 
@@ -140,7 +141,7 @@ class Layers:
         self._calls: Sequence[Callable[..., Any]] = called
         if config.compiler:
             self._calls = compiled(called, config.compiler)
-        self._borrowing = config.borrowing
+        self._borrowing, self._forwards = config.borrowing, 0
         self.backward_streams = BackwardStreams(config.seed, self._accelerator)
         self._step = 0
         self._number = 0
@@ -200,8 +201,8 @@ class Layers:
         seed_of = rng.layer_seed if train else rng.evaluation_seed
         node: Any = None
         calls = self._calls
-        if self._borrowing is not None and train:
-            calls, self._borrowing = [*self._watching(self._borrowing)], None
+        if self._borrowing is not None and self._is_watched(train):
+            calls = [*self._watching(self._borrowing)]
         for index, layer in enumerate(calls, self.first):
             tracker.set(phase, step, microbatch, index)
             rng.seed_all(seed_of(seed, step, number, index), self._accelerator)
@@ -222,6 +223,11 @@ class Layers:
                 node = self._mark(value, node, microbatch, index)
         return value
 
+    def _is_watched(self, train: bool) -> bool:
+        """Return whether borrowed parameters are looked for in the forward that begins."""
+        self._forwards += train
+        return train and is_checked(self._forwards)
+
     def _watching(self, borrowing: Borrowing) -> Iterator[Callable[..., Any]]:
         """Yield the calls of the layers as functions that look for what they use."""
         called = zip(self.modules, self._calls, strict=True)
@@ -234,10 +240,9 @@ class Layers:
         seed_of = rng.layer_seed if train else rng.evaluation_seed
         node: Any = None
         run: Callable[..., Any] = self._parts[0].cut.run
-        if self._borrowing is not None and train:
-            borrowing, self._borrowing = self._borrowing, None
+        if self._borrowing is not None and self._is_watched(train):
             every = nn.ModuleList([*self.modules, self._parts[0].cut.module])
-            run = borrowing.watching(MODEL, self.first, every, run)
+            run = self._borrowing.watching(MODEL, self.first, every, run)
 
         def enter(layer: int) -> None:
             nonlocal at

@@ -73,7 +73,7 @@ class Stage:
         self.state_dicts = self._layers.state_dicts
         self.deferred = DeferredBatchNorm(self.layers if config.deferred_batch_norm else ())
         self._buffers = Buffers(self.layers)
-        self._borrowing = config.borrowing
+        self._borrowing, self._losses = config.borrowing, 0
         self._offload = Offload(self.layers, copies) if copies is not None else None
         self._saved = SavedBuffers(self.layers, config.first, self._offload)
         self._shared = SharedBuffers(self.layers, config.first, config.shared_buffers)
@@ -305,9 +305,10 @@ class Stage:
                 check, self.before_loss = self.before_loss, None
                 check(output, mb.target)
             loss_of = self.loss_of
-            if self._borrowing is not None:
-                last, index, self._borrowing = self._borrowing, self.last_layer, None
-                loss_of = last.watching(LOSS, index, self.layers[-1], loss_of)
+            self._losses += 1
+            if self._borrowing is not None and is_checked(self._losses):
+                last = self.layers[-1]
+                loss_of = self._borrowing.watching(LOSS, self.last_layer, last, loss_of)
             # The loss draws from the last layer's random stream: both are always on one stage.
             return losses.record(mb, loss_of(output, mb.target))
         mb.outgoing, mb.departing = output, dict(departing)  # the graph keeps its own

@@ -72,6 +72,37 @@ def test_a_layer_that_uses_a_parameter_of_another_is_an_error(
         run(compute)
 
 
+@pytest.mark.parametrize("at", ["layer", "loss"])
+def test_a_use_that_begins_later_is_an_error(at: str) -> None:
+    layer, calls = nn.Linear(3, 3), 0
+
+    def late(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return x * OTHER.weight.sum() if calls == 4 else x
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return late(x) if at == "layer" else x
+
+    def loss(output: torch.Tensor, _: Any) -> torch.Tensor:
+        return (late(output) if at == "loss" else output).sum()
+
+    found = Borrowing(lambda p: "0.weight" if p is OTHER.weight else "", lambda _: "")
+    config = StageConfig(1, 2, 0, torch.device("cpu"), borrowing=found)
+    stage = Stage([layer, Uses(forward)], config, Tracker(), loss=loss)
+    stage.begin(1)
+
+    def train(count: int) -> None:
+        for number in range(count):
+            mb = MicroBatch(number)
+            mb.value, mb.target = torch.ones(2, 3), torch.ones(2)
+            stage.forward(mb)
+
+    train(3)
+    with pytest.raises(UsageError, match=r"uses the parameter 0\.weight of another"):
+        train(1)
+
+
 def test_a_layer_may_be_given_the_parameter_that_another_returns() -> None:
     found = Borrowing(lambda _: "0.weight", lambda _: "")
     call = found.watching("layer 1", 1, nn.Identity(), lambda x: x @ OTHER.weight.t())

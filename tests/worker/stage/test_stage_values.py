@@ -118,6 +118,11 @@ def test_checksums_tell_elements_apart_that_change_places(count: int) -> None:
             assert checksums(table) != checksums(other)
 
 
+def test_checksums_tell_rows_of_a_large_tensor_apart_that_change_places() -> None:
+    table = torch.randn(3, 1 << 13, dtype=torch.float64)
+    assert checksums(table) != checksums(table.flip(0))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("count", [16, 20_000])
 def test_checksums_tell_signs_apart_that_cancel_out(dtype: torch.dtype, count: int) -> None:
