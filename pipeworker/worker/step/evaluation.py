@@ -280,8 +280,6 @@ class EvaluationPass:
             self._run_all(inputs)
         self._tracker.wait(step)
         self._wiring.flush()
-        self._wiring.clear()
-        self._tracker.wait(step)
         if self._failed:
             raise self._failed from self._failed.error
         return self._complete
@@ -309,7 +307,7 @@ class EvaluationPass:
                 passage = under_way[m]
                 self._run_stage(channels, program, m, passage)
                 channels.microbatches.pop(m)
-                if end is None and passage.ended:
+                if passage.ended:
                     end = m
             if (m := number - self._lags[-1]) in under_way:
                 self._complete = self._complete and not under_way.pop(m).failed

@@ -256,7 +256,6 @@ class Executor:
         self._wiring.flush()
         for channels in self._wiring.stages.values():
             channels.stage.end()
-        self._tracker.wait(run.step)
         results = losses.shares(self._last.microbatches.values() if self._last else ())
         self._wiring.clear()
         if self._stopwatch is not None and marks:
