@@ -33,7 +33,7 @@ class EventDisplay(LineDisplay):
     def show(self, event: lines.FromCoordinator) -> None:
         match event:
             case lines.Planned():
-                self._checkpoints()
+                self._checkpoints(self._options.resume_step)
                 self._plan = event
                 self._emit(
                     "plan",
@@ -86,24 +86,24 @@ class EventDisplay(LineDisplay):
             self._emit(kind, text=text)
 
     def tick(self) -> None:
-        """Show checkpoints that have become complete since the last tick."""
-        if self._plan is not None:
-            self._checkpoints()
+        """Show checkpoints that have become complete since the last tick, after their steps."""
+        if self._last is not None:
+            self._checkpoints(self._last.step)
 
-    def _checkpoints(self) -> None:
-        """Show new checkpoints, but not those of an earlier start of the run."""
+    def _checkpoints(self, newest: int) -> None:
+        """Show new checkpoints up to the step `newest`, none of an earlier start of the run."""
         with suppress(OSError):  # moved, or removed
             steps = self._run_dir.checkpoints.steps()
             if self._saved is None:
                 self._saved = max(steps, default=-1)
             for step in steps:
-                if step > self._saved:
+                if self._saved < step <= newest:
                     self._saved = step
                     path = located(self._run_dir.checkpoints.at(step))
                     self._emit("checkpoint", step=step, path=path)
 
     def _end(self, verdict: lines.Verdict) -> None:
-        self.tick()
+        self._checkpoints(verdict.steps)
         summary = self._summary(verdict)
         step, checkpoint = summary.checkpoint or (None, None)
         self._emit(

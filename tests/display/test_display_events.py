@@ -59,13 +59,16 @@ def test_new_checkpoints_and_restarts_are_events(tmp_path: Path) -> None:
     shown.show(Planned("gpipe", 4, (2, 3), ((0,), (1,)), 0.2, steps=9))
     complete(RunDir(tmp_path), 2)
     shown.tick()
+    shown.show(StepResult(2, 0.5, 8, 0.5, 16.0, 1.0, 0.1, 0.3, 0))
+    shown.tick()
     shown.tick()
     shown.show(Restart(2, "a worker is lost", 2))
     shown.show(Restart(3, "the job failed, and saves a snapshot", 2, recovers=False))
     complete(RunDir(tmp_path), 3)
     speed = Speed(0.5, 16.0, 0.0, (0.25, 0.125), 0.1)
     shown.show(Verdict("done", 0, 3, 2.0, (), 0.3, None, speed=speed))
-    _, saved, restart, last, end = map(json.loads, out.getvalue().splitlines())
+    _, step, saved, restart, last, end = map(json.loads, out.getvalue().splitlines())
+    assert (step["event"], step["step"]) == ("step", 2)  # though it came after the checkpoint
     path = str(RunDir(tmp_path).checkpoints.at(2))
     assert saved == {"event": "checkpoint", "step": 2, "path": path}
     assert restart == {"event": "restart", "cause": "a worker is lost", "stages": 2}
