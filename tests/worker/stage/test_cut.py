@@ -371,6 +371,30 @@ class Cached(nn.Module):
         return x
 
 
+class Measured(nn.Linear):
+    """Returns lengths, which depend on the input alone, beside an activation."""
+
+    def forward(self, input: torch.Tensor) -> Any:
+        return super().forward(input), input.argmax(1) // 2
+
+
+class Padded(nn.Module):
+    """Compares numbers of its own with those that a layer has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Measured(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        places = torch.arange(WIDTH)
+        for layer in self.layers:
+            x, lengths = layer(x)
+            x[places >= lengths[:, None]] = 0.0
+            x = x + (places > lengths[:, None]) + (places == lengths[:, None]) * 2
+            x = x + (places != lengths[:, None]) * 3
+        return x
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -380,6 +404,7 @@ class Cached(nn.Module):
         Shifting,
         Filling,
         HookedBackward,
+        Padded,
         partial(Strided, looks=False),
         partial(Strided, looks=True),
     ],

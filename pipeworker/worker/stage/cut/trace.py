@@ -17,6 +17,11 @@ from pipeworker.worker.transport.structure import PLAIN_TYPES
 Call = tuple[Any, ...]
 """The name of what was called, and a key of each leaf of its arguments."""
 _PLAIN = (*PLAIN_TYPES, torch.device)
+_MIRRORED = {"ge": "le", "gt": "lt", "__eq__": "__eq__", "ne": "ne"}
+"""The comparisons that give the same as others do for swapped operands.
+
+Python asks an operand of a subclass first, so ``plain >= fake`` calls ``le(fake, plain)``.
+"""
 
 
 class Content(tuple[Any, ...]):
@@ -44,7 +49,13 @@ class Trace:
 
     def add(self, name: str, leaves: Sequence[Any], *known: Mapping[int, Any]) -> None:
         """Add a call, by the leaves of its arguments; `known` has what stands for a tensor's id."""
-        self.calls.append((name, *(self._key(leaf, known) for leaf in leaves)))
+        keys = [self._key(leaf, known) for leaf in leaves]
+        mirrored = _MIRRORED.get(name, "")
+        if mirrored == name:
+            keys.sort(key=repr)
+        elif mirrored:
+            name, keys = mirrored, keys[::-1]
+        self.calls.append((name, *keys))
 
     def _key(self, leaf: Any, known: Sequence[Mapping[int, Any]]) -> Any:
         if not is_object(leaf):
