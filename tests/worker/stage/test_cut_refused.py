@@ -339,6 +339,13 @@ def hooked_late(m: Any, x: torch.Tensor) -> Any:
     return m.l[2](other + hidden)
 
 
+def hooked_behind_its_layer(m: Any, x: torch.Tensor) -> Any:
+    hidden = m.l[0](x) * 2
+    other = m.l[1](hidden)
+    hidden.register_hook(lambda grad: grad.clamp(-1, 1))
+    return m.l[2](other) + hidden
+
+
 def hooked_by_a_closure(m: Any, x: torch.Tensor) -> Any:
     factor = torch.sigmoid(m.l[0](x))
     hidden = m.l[1](x)
@@ -432,6 +439,7 @@ def mapped_around(m: Any, x: torch.Tensor) -> Any:
         (drawn, "calls a function or a module with a Generator"),
         (popped, "removes what is in a list"),
         (hooked_late, "registers a hook on a tensor that an earlier layer has used"),
+        (hooked_behind_its_layer, "registers a hook on a tensor that an earlier layer has used"),
         (hooked_by_a_closure, "registers a hook that holds an activation"),
         (held_by_an_object, "with an object that holds an activation, which the unit uses"),
         (inferred, "calls layers in torch.inference_mode"),

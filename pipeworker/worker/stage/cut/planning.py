@@ -291,7 +291,7 @@ class Planning:
         """Reject a hook on the gradient of a value that earlier layers have used already."""
         for number in numbers_of(tensors, self._numbers):
             used = self._used.get(number, set())
-            if any(self._made[number] < layer < self._at for layer in used):
+            if any(self._made[number] <= layer < self._at for layer in used):
                 raise self._guards.refused(
                     "registers a hook on a tensor that an earlier layer has used",
                     "register it directly behind the module that makes the tensor",
