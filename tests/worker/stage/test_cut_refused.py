@@ -395,6 +395,11 @@ def replaced(m: Any, x: torch.Tensor) -> Any:
     return torch.func.functional_call(m.l[1], halves, (m.l[0](x),))
 
 
+def exchanged(m: Any, x: torch.Tensor) -> Any:
+    others = dict(m.l[2].named_parameters())
+    return torch.func.functional_call(m.l[1], others, (m.l[0](x),))
+
+
 _tanh = torch.jit.script(nn.Tanh())
 
 
@@ -449,6 +454,7 @@ def mapped_around(m: Any, x: torch.Tensor) -> Any:
         (selecting, "depends on the numbers of an activation, at test_cut_refused.py"),
         (as_an_array, "depends on the numbers of an activation, at test_cut_refused.py"),
         (replaced, "replaces the parameters of a unit"),
+        (exchanged, "replaces the parameters of a unit"),
         (scripted, "calls a function or a module of TorchScript between its layers, at test_cut_r"),
         (mapped, "or that a transform as vmap or a compiled function makes"),
         (mapped_around, "is within a transform of torch.func"),

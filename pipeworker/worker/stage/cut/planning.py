@@ -105,6 +105,7 @@ class Planning:
         """Return the plan of a hollow module, whose units call :meth:`call`, for an input."""
         self._units, self.isolation = units, isolation
         own = [one.unit for one in units.values()]
+        self._parameters_of = {n: [*map(id, u.unit.parameters())] for n, u in units.items()}
         self._guards = Guards(module, own, self._here)
         self.departures = Departures(module, own, self.common)
         self._owned = {
@@ -363,7 +364,7 @@ class Planning:
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self._units[name].unit
-        if any(id(parameter) not in self._parameters for parameter in unit.parameters()):
+        if [*map(id, unit.parameters())] != self._parameters_of[name]:
             raise self._guards.refused("replaces the parameters of a unit", "do it within a unit")
         self._guards.check_context()
         self._guards.check_transform()
