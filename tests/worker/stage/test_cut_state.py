@@ -440,3 +440,35 @@ def test_what_units_count_in_a_class_and_do_not_use_is_as_before() -> None:
     assert len(plan_of(module, NO_TYPES, torch.randn(2, WIDTH))) == 3
     assert (Common.count, Common.seen, _COUNTS) == before
     assert Common.seen is seen
+
+
+class Child(nn.Linear):
+    """A unit that uses an attribute of the module that it is in."""
+
+    def __init__(self, parent: nn.Module) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.parent = [parent]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x) * self.parent[0].factor
+
+
+class Parent(nn.Module):
+    """A forward that sets the attribute, or leaves it as it is."""
+
+    def __init__(self, *, sets: bool) -> None:
+        super().__init__()
+        self.factor, self.sets = 1.0, sets
+        self.layers = nn.ModuleList(Child(self) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = self.layers[0](x)
+        if self.sets:
+            self.factor = 2.0
+        return self.layers[1](out)
+
+
+def test_an_attribute_of_a_module_around_a_unit_that_the_unit_uses_is_not_set() -> None:
+    assert len(plan_of(Parent(sets=False), NO_TYPES, torch.randn(2, WIDTH))) == 2
+    with pytest.raises(UsageError, match=r"sets 'parent\.factor' of layers\.1"):
+        plan_of(Parent(sets=True), NO_TYPES, torch.randn(2, WIDTH))

@@ -131,7 +131,16 @@ def held_by_modules(modules: Iterable[tuple[str, nn.Module]]) -> _Held:
 
 
 def _held_by(unit: nn.Module) -> _Held:
-    return held_by_modules(unit.named_modules())
+    """Return what a unit holds, and what modules around it hold that its attributes lead to."""
+    found = held_by_modules(unit.named_modules())
+    inside = {id(one) for one in unit.modules()}
+    around = [
+        (path, one)
+        for path, held in found.items()
+        for one in held
+        if isinstance(one, nn.Module) and id(one) not in inside
+    ]
+    return found | held_by_modules(around)
 
 
 def _flat(value: Any) -> Iterator[Any]:
