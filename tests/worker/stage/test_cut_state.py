@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from collections.abc import Callable
-from functools import partial
+from contextvars import ContextVar
+from functools import lru_cache, partial
 from types import MethodType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -407,7 +411,7 @@ def test_states_of_a_variable_that_did_not_change_share_its_copy() -> None:
     Common.seen.append(0)
     assert common.states()[variable] is not before[variable]
     common.restore()
-    assert Common.seen == before[variable][2]
+    assert [content for _, content in before[variable][2]] == [Common.seen]
 
 
 class SetsBehind(nn.Module):
@@ -472,3 +476,128 @@ def test_an_attribute_of_a_module_around_a_unit_that_the_unit_uses_is_not_set() 
     assert len(plan_of(Parent(sets=False), NO_TYPES, torch.randn(2, WIDTH))) == 2
     with pytest.raises(UsageError, match=r"sets 'parent\.factor' of layers\.1"):
         plan_of(Parent(sets=True), NO_TYPES, torch.randn(2, WIDTH))
+
+
+class Kept:
+    """A class that is no module's."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        self.own = 1.0
+
+
+_OBJECT, _NAMESPACE, _NESTED = Kept(), SimpleNamespace(factor=1.0), {"all": {"factor": 1.0}}
+_RECENT, _NUMBERS, _TENSOR = deque([1.0]), np.ones(1), torch.ones(1)
+_PYTHON, _NUMPY = random.Random(0), np.random.default_rng(0)
+_TORCH = torch.Generator().manual_seed(0)
+_VARIABLE: ContextVar[float] = ContextVar("factor", default=1.0)
+
+
+def default(seen: list[int] = [1]) -> list[int]:  # noqa: B006
+    return seen
+
+
+def keeping() -> float:
+    keeping.factor += 1.0  # type: ignore[attr-defined]
+    return float(keeping.factor)  # type: ignore[attr-defined]
+
+
+keeping.factor = 1.0  # type: ignore[attr-defined]
+
+
+def closure() -> Callable[[], int]:
+    count = 0
+
+    def called() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    return called
+
+
+_count = closure()
+
+
+@pytest.mark.parametrize(
+    ("leaves", "reads"),
+    [
+        (lambda: setattr(_OBJECT, "own", 2.0), lambda: _OBJECT.own),
+        (lambda: setattr(_NAMESPACE, "factor", 2.0), lambda: _NAMESPACE.factor),
+        (lambda: setattr(Kept, "factor", 2.0), lambda: Kept.factor),
+        (lambda: _NESTED["all"].update(factor=2.0), lambda: _NESTED["all"]["factor"]),
+        (lambda: _RECENT.append(2.0), lambda: len(_RECENT)),
+        (lambda: _NUMBERS.fill(2.0), lambda: float(_NUMBERS[0])),
+        (lambda: _TENSOR.fill_(2.0), lambda: _TENSOR),
+        (_PYTHON.random, _PYTHON.random),
+        (lambda: _NUMPY.random(), lambda: float(_NUMPY.random())),
+        (
+            lambda: torch.rand(1, generator=_TORCH),
+            lambda: torch.rand(1, generator=_TORCH),
+        ),
+        (lambda: _VARIABLE.set(2.0), _VARIABLE.get),
+        (lambda: default().append(1), lambda: len(default())),
+        (lambda: keeping(), lambda: keeping()),
+        (lambda: _count(), lambda: _count()),
+    ],
+)
+def test_what_a_unit_leaves_within_a_global_variable_is_refused(leaves: Any, reads: Any) -> None:
+    module = OfCommon()
+    vars(module.layers[0])["uses"] = lambda: (leaves(), 1.0)[1]
+    vars(module.layers[2])["uses"] = reads
+    with pytest.raises(UsageError, match=r"layer 2 .* sets .*, which each stage has for itself"):
+        plan_of(module, NO_TYPES, torch.randn(2, WIDTH))
+
+
+_RESET: ContextVar[float] = ContextVar("factor", default=1.0)
+_STACK = SimpleNamespace(held=[1.0])
+
+
+class Resets(nn.Module):
+    """A forward that changes what is global before a unit, and changes it back behind it."""
+
+    def __init__(self, *, pushes: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.pushes = pushes
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.layers[0](x) * (len(_STACK.held) * _RESET.get())
+        if self.pushes:
+            _STACK.held.append(2.0)
+        else:
+            token = _RESET.set(2.0)
+        x = self.layers[1](x)
+        if self.pushes:
+            _STACK.held.pop()
+        else:
+            _RESET.reset(token)
+        return self.layers[2](x)
+
+
+@pytest.mark.parametrize("pushes", [False, True])
+def test_what_a_stage_that_ends_leaves_within_a_global_variable_is_refused(*, pushes: bool) -> None:
+    message = r"layer 1 .* what a stage that ends behind layers.1 leaves .* in its next run"
+    with pytest.raises(UsageError, match=message):
+        plan_of(Resets(pushes=pushes), NO_TYPES, torch.randn(2, WIDTH))
+
+
+@lru_cache
+def drawn(width: int) -> torch.Tensor:
+    return torch.rand(width)
+
+
+class Draws(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layers[1](self.layers[0](x) * drawn(WIDTH))
+
+
+def test_what_a_function_caches_while_a_module_is_cut_is_forgotten() -> None:
+    """Other processes do not cut it, and draw their table in the first forward."""
+    assert len(plan_of(Draws(), NO_TYPES, torch.randn(2, WIDTH))) == 2
+    assert not drawn.cache_info().currsize

@@ -6,28 +6,29 @@ the unit ran on another stage.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import lru_cache, partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from pipeworker.worker.internals import version_of
+from pipeworker.worker.stage.cut.contents import MUTABLE, Contents, Search, contents_of, put_back
 from pipeworker.worker.stage.cut.objects import is_same
 from pipeworker.worker.transport.structure import PLAIN_TYPES
 
 Variable = tuple[Any, str]
 """A class or a module of Python, and a name in it."""
-_State = tuple[list[Any], Any, Any]
-"""Objects that show a change of a value, the value, and a copy of it: its content may change."""
+_State = tuple[list[Any], Any, Contents]
+"""What shows a change of a value, the value, and copies of what its objects hold."""
 States = dict[Variable, _State]
-_VALUES = (*PLAIN_TYPES, list, dict, set, torch.Tensor)
+_VALUES = (*PLAIN_TYPES, *MUTABLE, tuple, torch.Tensor)
+_FUNCTIONS = (FunctionType, MethodType, staticmethod, classmethod, property, partial)
+_Cache = type(lru_cache(len))
 _ABSENT = object()
-_MOST = 1 << 10
-"""The length of a list or dict up to which its items are compared."""
 
 
 class CommonVariables:
@@ -42,7 +43,26 @@ class CommonVariables:
         bases = dict.fromkeys(base for one in modules for base in type(one).__mro__)
         kinds = [b for b in bases if b.__module__.partition(".")[0] not in others]
         files = dict.fromkeys(sys.modules.get(kind.__module__) for kind in kinds)
-        self._owners = [*kinds, *filter(None, files)]
+        self._owners: list[Any] = [*kinds, *filter(None, files)]
+        self._search = Search({one.__name__ for one in files if one is not None})
+        # A class that is no module's, and a function that keeps something, are owned as well.
+        found = [value for owner in self._owners for value in [*vars(owner).values()]]
+        self._owners += {
+            id(one): one
+            for one in found
+            if isinstance(one, type)
+            and one not in kinds
+            and not issubclass(one, nn.Module)
+            and one.__module__ in self._search.modules
+        }.values()
+        self._keeping = {
+            id(one)
+            for one in (value for owner in self._owners for value in [*vars(owner).values()])
+            if isinstance(one, _FUNCTIONS) and self._keeps(one)
+        }
+        self._caches = [
+            one for one in found if isinstance(one, _Cache) and not one.cache_info().currsize
+        ]
         self.changed: States = {}
         self._last: States = {}
         self._first = self._begun = self.states()
@@ -57,12 +77,29 @@ class CommonVariables:
         A variable that has not changed has the state of before: a copy of its value may be large.
         """
         self._last = {
-            (owner, name): _state(value, self._last.get((owner, name)))
+            (owner, name): self._state(value, self._last.get((owner, name)))
             for owner in self._owners
             for name, value in [*vars(owner).items()]
-            if isinstance(value, _VALUES) and not name.startswith("__")
+            if not name.startswith("__") and self._is_watched(value)
         }
         return self._last
+
+    def _is_watched(self, value: Any) -> bool:
+        if isinstance(value, _VALUES) or id(value) in self._keeping:
+            return True
+        return self._search.is_object(value)
+
+    def _keeps(self, function: Any) -> bool:
+        """Return whether a function keeps something that may change, as a default value."""
+        _, objects = self._search.of(function)
+        return any(not isinstance(one, CellType) or _is_plain(one) for one in objects)
+
+    def _state(self, value: Any, last: _State | None) -> _State:
+        """Return the state of a value, which is the last one if it has not changed."""
+        shown, objects = self._search.of(value)
+        if last is not None and is_same(last[0], shown):
+            return last
+        return shown, value, contents_of(objects)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -112,26 +149,20 @@ class CommonVariables:
         return {variable: shown for variable, (shown, _, _) in self.states().items()}
 
     def restore(self) -> None:
-        """Undo all changes since the first."""
+        """Undo all changes since the first; forget what functions have cached since then."""
         _put(_differences(self._first, self.states()))
+        for function in self._caches:  # a random table, say, is another one in other processes
+            function.cache_clear()
 
 
-def _state(value: Any, last: _State | None = None) -> _State:
-    """Return the state of a value, which is the last one if it has not changed."""
-    shown: list[Any] = [value]
-    if isinstance(value, torch.Tensor):
-        shown.append(version_of(value))
-    elif isinstance(value, (list, dict, set)):
-        shown.append(len(value))
-        if len(value) <= _MOST and not isinstance(value, set):
-            shown += [*value, *value.values()] if isinstance(value, dict) else value
-    if last is not None and is_same(last[0], shown):
-        return last
-    return shown, value, copy.copy(value) if isinstance(value, (list, dict, set)) else value
+def _is_plain(cell: CellType) -> bool:
+    with suppress(ValueError):  # it is empty
+        return isinstance(cell.cell_contents, (bool, int, float, type(None)))
+    return False
 
 
 def _differences(before: States, now: States) -> States:
-    absent = _state(_ABSENT)
+    absent: _State = [_ABSENT], _ABSENT, []
     return {
         variable: before.get(variable, absent)
         for variable in {**before, **now}
@@ -140,12 +171,11 @@ def _differences(before: States, now: States) -> States:
 
 
 def _put(states: States) -> None:
-    for (owner, name), (_, value, content) in states.items():
+    for (owner, name), (_, value, contents) in states.items():
         if value is _ABSENT:
             if name in vars(owner):
                 delattr(owner, name)
             continue
-        setattr(owner, name, value)
-        if isinstance(value, (list, dict, set)):  # others may have the same object
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(content)
+        if vars(owner).get(name) is not value:
+            setattr(owner, name, value)
+        put_back(contents)

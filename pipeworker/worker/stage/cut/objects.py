@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeworker.worker.stage.cut.contents import number_of
 from pipeworker.worker.transport.structure import PLAIN_TYPES
 
 _ENDS = (*PLAIN_TYPES, type, ModuleType, nn.Module, torch.Tensor)
@@ -34,10 +35,10 @@ def held_within(value: Any) -> Iterator[Any]:
 
 
 def bytes_of(value: Any) -> int | None:
-    """Return a number for the bytes that an object shows, as an array of NumPy does, or None."""
+    """Return a number for the bytes or the state of an array or a random generator, or None."""
     with suppress(TypeError, ValueError, NotImplementedError, BufferError):
         return zlib.crc32(memoryview(value).tobytes())
-    return None
+    return number_of(value)
 
 
 def is_same(left: list[Any], right: list[Any]) -> bool:
@@ -56,6 +57,8 @@ def _items(value: Any) -> Iterator[Any]:
     elif isinstance(value, dict):
         yield from _pairs(value.items())
     elif isinstance(value, FunctionType):
+        yield from value.__defaults__ or ()
+        yield from (value.__kwdefaults__ or {}).values()
         for cell in value.__closure__ or ():
             with suppress(ValueError):  # it is empty
                 yield cell.cell_contents

@@ -1,0 +1,190 @@
+"""What objects hold that code may change: it is compared, and put back."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from contextvars import ContextVar
+from functools import partial
+from types import CellType, FunctionType, MethodType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from pipeworker.worker.internals import is_fake, version_of
+from pipeworker.worker.stage.values import is_dense
+
+_MOST = 1 << 10
+"""The length of a container up to which its items are compared, and the objects of a value."""
+_LARGEST = 1 << 16
+"""The bytes of a tensor or an array up to which its numbers are put back."""
+_Pair = tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]
+"""Classes of objects, what returns a copy of what one holds, and what puts that back."""
+
+
+def _put_all(one: Any, items: Any) -> None:
+    one.clear()
+    (one.extend if isinstance(one, (list, deque)) else one.update)(items)
+
+
+def _of_cell(cell: CellType) -> list[Any]:
+    with suppress(ValueError):  # it is empty
+        return [cell.cell_contents]
+    return []
+
+
+def _put_cell(cell: CellType, content: list[Any]) -> None:
+    for value in content:
+        cell.cell_contents = value
+
+
+def _of_variable(variable: ContextVar[Any]) -> list[Any]:
+    with suppress(LookupError):  # it has no value yet
+        return [variable.get()]
+    return []
+
+
+def _put_variable(variable: ContextVar[Any], content: list[Any]) -> None:
+    for value in content:
+        variable.set(value)
+
+
+def _of_tensor(tensor: torch.Tensor) -> list[torch.Tensor]:
+    is_plain = is_dense(tensor) and not is_fake(tensor) and not tensor.is_inference()
+    return [tensor.detach().clone()] if is_plain and tensor.nbytes <= _LARGEST else []
+
+
+def _put_tensor(tensor: torch.Tensor, content: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for numbers in content:
+            tensor.copy_(numbers)
+
+
+def _of_array(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    return [array.copy()] if array.nbytes <= _LARGEST else []
+
+
+def _put_array(array: np.ndarray[Any, Any], content: list[np.ndarray[Any, Any]]) -> None:
+    for numbers in content:
+        np.copyto(array, numbers)
+
+
+_HOLDERS: tuple[_Pair, ...] = (
+    (dict, dict, _put_all),
+    ((list, deque), list, _put_all),
+    (set, set, _put_all),
+    (CellType, _of_cell, _put_cell),
+    (ContextVar, _of_variable, _put_variable),
+    (torch.Tensor, _of_tensor, _put_tensor),
+)
+_GENERATORS: tuple[_Pair, ...] = (
+    (random.Random, lambda one: one.getstate(), lambda one, state: one.setstate(state)),
+    (np.random.RandomState, lambda one: one.get_state(), lambda one, state: one.set_state(state)),
+    (
+        np.random.Generator,
+        lambda one: one.bit_generator.state,
+        lambda one, state: setattr(one.bit_generator, "state", state),
+    ),
+    (torch.Generator, lambda one: one.get_state(), lambda one, state: one.set_state(state)),
+    (np.ndarray, _of_array, _put_array),
+)
+_PAIRS = (*_HOLDERS, *_GENERATORS)
+MUTABLE: tuple[Any, ...] = (dict, list, deque, set, ContextVar, SimpleNamespace)
+MUTABLE += tuple(kind for kind, _, _ in _GENERATORS)
+"""Classes whose objects may hold something else later."""
+Contents = list[tuple[Any, Any]]
+"""Objects, each with a copy of what it holds."""
+
+
+def number_of(value: Any) -> int | None:
+    """Return a number for the state of a generator or an array, or None."""
+    for kind, get, _ in _GENERATORS:
+        if isinstance(value, kind):
+            with suppress(NotImplementedError):  # a generator of the system's has no state
+                return zlib.crc32(pickle.dumps(get(value)))
+    return None
+
+
+def contents_of(objects: list[Any]) -> Contents:
+    """Return objects with copies of what they hold."""
+    return [(one, get(one)) for one in objects for kind, get, _ in _PAIRS if isinstance(one, kind)]
+
+
+def put_back(contents: Contents) -> None:
+    """Put back what objects held."""
+    for one, content in contents:
+        for kind, _, put in _PAIRS:
+            if isinstance(one, kind):
+                put(one, content)
+
+
+class Search:
+    """A search of values for what may change in them.
+
+    It goes through containers, functions, and objects of classes that modules with these names
+    define.
+    """
+
+    def __init__(self, modules: set[str]) -> None:
+        self.modules = modules
+
+    def is_object(self, value: Any) -> bool:
+        """Return whether a value is an object whose attributes are searched."""
+        kind = type(value)
+        own = kind is SimpleNamespace or kind.__module__ in self.modules
+        return own and not isinstance(value, (type, nn.Module))
+
+    def of(self, value: Any) -> tuple[list[Any], list[Any]]:
+        """Return what shows a change of a value, and the objects that may hold something else."""
+        shown: list[Any] = []
+        objects: list[Any] = []
+        waiting, searched = [value], set[int]()
+        while waiting and len(shown) <= _MOST:
+            one = waiting.pop()
+            shown.append(one)
+            if isinstance(one, torch.Tensor):
+                objects.append(one)
+                shown.append(version_of(one))
+            elif id(one) not in searched:
+                searched.add(id(one))
+                if isinstance(one, (*MUTABLE, CellType)):
+                    objects.append(one)
+                    shown.append(number_of(one))
+                waiting += reversed([*self._items(one)])
+        return shown, objects
+
+    def _items(self, one: Any) -> Iterator[Any]:
+        if isinstance(one, (list, tuple, deque, dict, set)):
+            yield len(one)
+            if len(one) <= _MOST and not isinstance(one, set):
+                yield from [*one, *one.values()] if isinstance(one, dict) else one
+        elif isinstance(one, FunctionType):
+            yield from one.__defaults__ or ()
+            yield from (one.__kwdefaults__ or {}).values()
+            yield from one.__closure__ or ()
+            if vars(one):
+                yield vars(one)
+        elif isinstance(one, MethodType):
+            yield from (one.__func__, one.__self__)
+        elif isinstance(one, partial):
+            yield from (one.func, one.args, one.keywords)
+        elif isinstance(one, CellType):
+            yield from _of_cell(one)
+        elif isinstance(one, ContextVar):
+            yield from _of_variable(one)
+        elif isinstance(one, (staticmethod, classmethod)):
+            yield one.__func__
+        elif isinstance(one, property):
+            yield from (one.fget, one.fset)
+        elif self.is_object(one):
+            yield getattr(one, "__dict__", None)
+            for kind in type(one).__mro__:
+                slots = vars(kind).get("__slots__", ())
+                for name in (slots,) if isinstance(slots, str) else slots:
+                    yield getattr(one, name, None)
