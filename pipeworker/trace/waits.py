@@ -87,11 +87,9 @@ class Waits:
     def behind(self, life: WorkerLife, command: Command, last: float) -> float:
         """Return the seconds that a worker waited behind its actions, until `last` at most."""
         answered = last if command.answered is None else command.answered
-        waited = last - answered
-        if command.actions:
-            _, begin, end = command.actions[-1]
-            waited += max(0.0, min(answered, self.taken.get(life.rank, answered)) - (end or begin))
-        return waited
+        _, begin, end = command.actions[-1]
+        taken = min(answered, self.taken.get(life.rank, answered))
+        return last - answered + max(0.0, taken - (end or begin))
 
     def delays(self, life: WorkerLife, command: Command) -> tuple[float, float]:
         """Return for how many seconds a worker may have waited for data(), and for a late command.
