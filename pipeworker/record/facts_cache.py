@@ -55,14 +55,14 @@ class FactsCache:
             self._check(os.lstat(self._folder))
             with os.fdopen(no_link(self._folder / _NAME, os.O_RDONLY), "rb") as file:
                 self._check(os.fstat(file.fileno()))
-                data = file.read(_MOST_BYTES + 1)
+                data = file.read(_MOST_BYTES)
         except FileNotFoundError:
             return {}
         except OSError as error:
             log.info("facts of earlier jobs are not read: %s", error)
             return {}
         try:
-            content = msgspec.convert(load_json(data[:_MOST_BYTES]), dict[str, Any])
+            content = msgspec.convert(load_json(data), dict[str, Any])
             if content.get("version") != _VERSION:
                 return {}
             found = msgspec.convert(content.get("facts"), dict[str, LayerFacts])
