@@ -110,6 +110,14 @@ def test_a_wait_for_a_first_stage_whose_command_came_late_is_the_coordinators() 
     assert [time.idle[OTHER] for time in own_loop.workers] == pytest.approx([0.3] * 3)
 
 
+def test_a_command_that_came_after_that_of_the_first_stage_costs_only_its_own_worker() -> None:
+    costs = Costs.even(2, 0.010, 0.020)
+    found = explained(recorded_lives(schedule_of("1f1b", 2, 4), costs, [0.0], [0.0, 0.3]))
+    assert [time.idle[COORDINATOR] for time in found.workers] == pytest.approx([0.0, 0.3])
+    for time in found.workers:
+        assert sum(time.parts.values()) == pytest.approx(found.seconds)
+
+
 def test_a_send_waits_until_its_channel_has_room() -> None:
     schedule = schedule_of("gpipe", 2, 8)
     lives = recorded_lives(schedule, Costs.even(2, 0.01, 0.02), [1.0])
