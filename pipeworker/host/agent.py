@@ -17,7 +17,7 @@ import selectors
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+import time
 from pathlib import Path
 
 from typing_extensions import assert_never
@@ -52,6 +52,8 @@ _NOTIFICATIONS: dict[int, lines.FromAgent] = {
     signal.SIGUSR1: lines.SaveRequest(),
 }
 
+_REAP_SECONDS = 0.002
+"""Between two checks whether killed workers have ended."""
 _KEEP_SECONDS = 3600.0
 """Seconds after which the folder of sockets is made new again."""
 
@@ -69,6 +71,8 @@ class Agent:
         """When :attr:`_sockets` was last made new."""
         self._remote, self._notifications = remote, _NOTIFICATIONS if remote else {}
         self._workers: dict[int, tuple[lines.Fork, Tracker, Ring]] = {}  # by pid
+        self._held: set[int] = set()
+        """Workers that were killed and have not ended: a debugger or a driver holds them."""
         self._memories: dict[int, list[SnapshotMemory]] = {}  # by rank
         self._readers = DataReaders(watcher, self._run_reader)
         self._input: lines.Buffer[lines.ToAgent] = lines.Buffer(lines.ToAgent)
@@ -228,16 +232,22 @@ class Agent:
 
     def _kill_earlier(self, generation: int) -> None:
         """Kill the workers of earlier generations, which have no work left and may be stuck."""
-        old = [pid for pid, (fork, _, _) in self._workers.items() if fork.generation < generation]
+        old = {pid for pid, (fork, _, _) in self._workers.items() if fork.generation < generation}
         for pid in old:
             os.kill(pid, signal.SIGKILL)
-        self._reap(old, 0)
+        until = time.monotonic() + timings().linger
+        while old & self._workers.keys() - self._held:
+            self._reap()
+            if time.monotonic() > until:
+                self._held |= old & self._workers.keys()
+            time.sleep(_REAP_SECONDS)
 
-    def _reap(self, pids: Sequence[int] | None = None, flags: int = os.WNOHANG) -> None:
-        for pid in list(self._workers) if pids is None else pids:
-            ended, wait_status = os.waitpid(pid, flags)
+    def _reap(self) -> None:
+        for pid in list(self._workers):
+            ended, wait_status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 request, tracker, ring = self._workers.pop(pid)
+                self._held.discard(pid)
                 kill_group(pid)  # the processes that the worker started, as a data loader's
                 remove_device_files(pid)
                 self._watcher.remove(pid)
@@ -252,7 +262,7 @@ class Agent:
         for pid in self._workers:
             kill_group(pid)
             os.kill(pid, signal.SIGKILL)
-        for pid in self._workers:
+        for pid in self._workers.keys() - self._held:
             os.waitpid(pid, 0)
             kill_group(pid)
             remove_device_files(pid)

@@ -19,7 +19,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from struct import Struct
 
-from pipeworker.host.lifetime import is_stopped, kill_group
+from pipeworker.environment import timings
+from pipeworker.host.lifetime import is_stopped, kill_group, wait_for_killed
 from pipeworker.host.session_watcher import SessionWatcher
 
 UNFIT = 3
@@ -216,7 +217,7 @@ class DataReaders:
         pid = self._processes[rank].pid
         kill_group(pid)
         os.kill(pid, signal.SIGKILL)  # it may not lead its group yet
-        os.waitpid(pid, 0)
+        wait_for_killed(pid, timings().linger)
         self._forget(rank)
 
     def _forget(self, rank: int) -> None:

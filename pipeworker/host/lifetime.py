@@ -142,6 +142,13 @@ def kill_all(members: Callable[[], set[int]]) -> None:
             time.sleep(0.005)
 
 
+def wait_for_killed(pid: int, seconds: float) -> None:
+    """Wait for the end of a killed child, at most so long: a debugger or a driver may hold it."""
+    until = time.monotonic() + seconds
+    while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < until:
+        time.sleep(0.002)
+
+
 def processes_with(number_of: Callable[[int], int], numbers: Collection[int]) -> set[int]:
     """Return the processes whose group or session, as `number_of` returns it, is of `numbers`."""
     import psutil  # here: it is rarely needed

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, Any, Generic, TypeVar
 
+from pipeworker.environment import timings
 from pipeworker.errors import PipeworkerError
 from pipeworker.host.lifetime import command
 from pipeworker.wire import lines
@@ -86,12 +88,17 @@ class LineProcess(Generic[Sent, Received]):
             self._stdin.close()
 
     def wait(self, timeout: float) -> int:
-        """Wait `timeout` seconds for the end, then kill the process; return its exit code."""
+        """Wait `timeout` seconds for the end, then kill the process; return its exit code.
+
+        The kernel may keep a killed process for longer: a debugger or a driver holds it.
+        """
         try:
             code = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            code = self._process.wait()
+            code = -signal.SIGKILL
+            with suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(timings().linger)
         self.close_input()
         self._stdout.close()
         return code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from support.real_jobs.jobs import (
 from support.real_jobs.sources import CALM, DIES, JOB, gated
 from support.slow import slow
 
+PTRACE_SEIZE = 0x4206
 RESUMED = r"warning: the coordinator was killed; resumed after step \d, .* repeated, in \d+\.\d s"
 WORDS = ("--stages", "3", "--microbatches", "4", "--steps", "7")
 HELD = gated(DIES, "length = random", "_ == 3")
@@ -66,6 +68,26 @@ def test_a_lost_worker_is_replaced(jobs: Jobs, quiet: Record, how: str, cause: s
     assert lost["step"] == 4
     assert len(lost["times"]) % 2 == 1  # it has begun one action more than it has ended
     assert parse_actions(text)[len(lost["times"]) // 2].kind is Kind.FORWARD
+
+
+def test_a_lost_worker_that_a_debugger_holds_costs_no_snapshot(jobs: Jobs) -> None:
+    """It stays until the debugger lets it go, and its agent does not wait for that."""
+    words = ("--stages", "2", "--microbatches", "1", "--snapshot-every", "1")
+    process, path = jobs.start(*words, "--worker-timeout", "5", source=gated(JOB, when="_ == 5"))
+    until(lambda: steps_of(path) == 4)
+    pid = Record(path).plan["stages"][1]["pid"]
+    if ctypes.CDLL(None).ptrace(PTRACE_SEIZE, pid, None, None):
+        process.kill()
+        pytest.skip("this user may trace no other processes")
+    os.kill(pid, signal.SIGKILL)
+    (jobs.folder / "go").touch()
+    try:
+        run = ended(process, path)
+    finally:
+        os.waitpid(pid, 0)  # the tracer has to, before the parent of the process can
+    assert run.summary["restarts"] == 1
+    assert "the agent" not in run.stderr
+    assert "resumed after step 0" not in run.stderr
 
 
 def test_a_repeated_failure_at_the_same_place_ends_the_job(jobs: Jobs) -> None:
