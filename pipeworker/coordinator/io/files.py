@@ -83,15 +83,20 @@ class RunFiles:
             replace_json(self.run_dir.now, {"time": time.time(), **content})
 
     def close(self) -> None:
-        """Close the files of rows, and what is written beside them."""
+        """Close the files of rows, and what is written beside them.
+
+        The verdict has been sent, and a directory that cannot be searched does not change it.
+        """
         with suppress(OSError):
             self.run_dir.now.unlink()
         rings: list[Path] = []
-        self.descriptors.run(lambda: rings.extend(self.run_dir.worker_rings()))
+        with suppress(OSError):
+            self.descriptors.run(lambda: rings.extend(self.run_dir.worker_rings()))
         for ring in rings:
             self.descriptors.run(partial(_record_unfinished, ring))
         for file in self._rows.values():
-            file.close()
+            with suppress(OSError):
+                file.close()
         if self._extras:
             self._write_extras(self._extras.close)
 

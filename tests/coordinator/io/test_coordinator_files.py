@@ -427,3 +427,15 @@ def test_a_new_coordinator_resumes_from_a_snapshot_whose_rows_exist(
     assert begins.stages == 1
     assert begins.recorded == steps
     assert (begins.snapshot[0].step if begins.snapshot else 0) == goes_on
+
+
+def test_a_directory_that_cannot_be_searched_at_the_end_is_no_error(
+    files: RunFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verdict has been sent: another one would take its place."""
+
+    def refuse(run_dir: RunDir) -> list[Path]:
+        raise PermissionError(13, "Permission denied", str(run_dir.timeline))
+
+    monkeypatch.setattr(RunDir, "worker_rings", refuse)
+    files.close()
