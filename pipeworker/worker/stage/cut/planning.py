@@ -50,7 +50,7 @@ from pipeworker.worker.stage.cut.isolation import Isolation
 from pipeworker.worker.stage.cut.plan import INPUT, CutPlan, Number
 from pipeworker.worker.stage.cut.shapes import HollowUnit
 from pipeworker.worker.stage.cut.trace import Call, Recording, Trace, is_object
-from pipeworker.worker.stage.values import replace_tensors
+from pipeworker.worker.stage.values import checksums, replace_tensors
 from pipeworker.worker.transport.structure import TypeRegistry, flatten
 
 _NEEDS_NUMBERS = ("DataDependentOutputException", "DynamicOutputShapeException")
@@ -117,7 +117,7 @@ class Planning:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._input = {id(tensor): place for place, tensor in enumerate(tensors)}
         self._kept.append(tensors)
-        versions = [version_of(tensor) for tensor in tensors]
+        states = [(version_of(tensor), checksums(tensor)) for tensor in tensors]
         args, kwargs = arguments(batch)
         logger = logging.getLogger(FAKE_LOGGER)
         level = logger.level
@@ -157,8 +157,8 @@ class Planning:
         self._use(tensors_of(out))
         self._guards.check_tensors(self._unknown(tensors_of(out)))
         plan = self.plan
-        for place, (tensor, before) in enumerate(zip(tensors, versions, strict=True)):
-            if version_of(tensor) != before:
+        for place, (tensor, before) in enumerate(zip(tensors, states, strict=True)):
+            if (version_of(tensor), checksums(tensor)) != before:  # `.data` leaves no version
                 plan.touched.append(place)
         for number, layers in sorted(self._used.items()):
             users = sorted({min(layer, last) for layer in layers} | {min(self._made[number], last)})
