@@ -32,7 +32,9 @@ _KERNELS = "inductor"
 """The backend of ``torch.compile`` that generates kernels."""
 
 
-def compiled(layers: Sequence[nn.Module], backend: str | Backend) -> list[Callable[[Any], Any]]:
+def compiled(
+    layers: Sequence[Callable[..., Any]], backend: str | Backend
+) -> list[Callable[[Any], Any]]:
     """Return a function to call in place of each layer, compiled by itself.
 
     No kernel spans two layers, so no kernel depends on how layers are grouped into stages. Nor does
@@ -134,11 +136,11 @@ class Layers:
         self._leaving = [name for names in departing for name in names]
         self._tracker = tracker
         self._accelerator = rng.accelerator_generator(config.device)
-        called = self.modules
+        called: Sequence[Callable[..., Any]] = self.modules
         self._parts = [one for one in self.modules if isinstance(one, Part)]
         if self._parts:
-            called = [part.unit for part in self._parts]
-        self._calls: Sequence[Callable[..., Any]] = called
+            called = [part.call for part in self._parts]
+        self._calls = called
         if config.compiler:
             self._calls = compiled(called, config.compiler)
         self._borrowing, self._forwards = config.borrowing, 0

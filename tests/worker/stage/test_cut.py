@@ -395,10 +395,34 @@ class Padded(nn.Module):
         return x
 
 
+class Calling(nn.Linear):
+    """Does more in its call than in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def __call__(self, x: torch.Tensor, factor: float) -> Any:
+        return super().__call__(x * 2) * factor
+
+
+class Called(nn.Module):
+    """Has units with a call of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Calling() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for place, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x, place + 2.0))
+        return x
+
+
 @pytest.mark.parametrize(
     "make",
     [
         Biased,
+        Called,
         Cached,
         Disabling,
         Shifting,

@@ -23,6 +23,7 @@ from pipeworker.worker.stage.cut.rehearsal import AGAIN, ELSEWHERE, RETURNED, Re
 from pipeworker.worker.stage.cut.shapes import HollowUnit
 from pipeworker.worker.stage.cut.units import (
     CPU,
+    call_of,
     computed_attributes,
     hollow,
     saved_buffers,
@@ -245,6 +246,11 @@ class Part(nn.Module):
         counts = [0, *self.cut.plan.counts]
         return counts[self.index + 1] - counts[self.index]
 
+    @property
+    def call(self) -> Callable[..., Any]:
+        """The function that calls the unit."""
+        return call_of(self.unit)
+
     def outside(self) -> list[torch.Tensor]:
         """Return the parameters that this layer uses outside of its unit."""
         own = {id(parameter) for parameter in self.unit.parameters()}
@@ -258,7 +264,7 @@ class Part(nn.Module):
 
     def forward(self, value: Any) -> Any:
         """Run this layer alone."""
-        return self.cut.run([self], [self.unit], value)
+        return self.cut.run([self], [self.call], value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Part:
         made = type(self).__new__(type(self))

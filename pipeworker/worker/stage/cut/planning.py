@@ -50,6 +50,7 @@ from pipeworker.worker.stage.cut.isolation import Isolation
 from pipeworker.worker.stage.cut.plan import INPUT, CutPlan, Number
 from pipeworker.worker.stage.cut.shapes import HollowUnit
 from pipeworker.worker.stage.cut.trace import Call, Recording, Trace, is_object
+from pipeworker.worker.stage.cut.units import call_of
 from pipeworker.worker.stage.values import checksums, replace_tensors
 from pipeworker.worker.transport.structure import TypeRegistry, flatten
 
@@ -354,7 +355,7 @@ class Planning:
         """Do the call of a unit, which ends a layer."""
         if self._unit:  # a module that is a unit, and is called within another one
             with self._units[name].itself() as unit:
-                return unit(*args, **kwargs)
+                return call_of(unit)(*args, **kwargs)
         with suspended(self._mode):
             self._unit = name
             try:

@@ -34,7 +34,7 @@ from pipeworker.worker.stage.cut.objects import held_within
 from pipeworker.worker.stage.cut.planning import Planning
 from pipeworker.worker.stage.cut.shapes import HollowUnit
 from pipeworker.worker.stage.cut.trace import Trace, is_object, without_content
-from pipeworker.worker.stage.cut.units import CPU
+from pipeworker.worker.stage.cut.units import CPU, call_of
 from pipeworker.worker.stage.values import replace_tensors
 
 _PASS = "have units return what they compute, and pass what they need as arguments"
@@ -120,7 +120,7 @@ class Rehearsal(Forward):
         if not self._inside:
             return super().call(name, *args, **kwargs)
         with self._hollow[name].itself() as unit:
-            return unit(*args, **kwargs)
+            return call_of(unit)(*args, **kwargs)
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._compare(name, leaves_of((args, kwargs)), partial(self._is_alike, name, args, kwargs))

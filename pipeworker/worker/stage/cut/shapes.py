@@ -22,7 +22,7 @@ from pipeworker.worker.internals import (
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.cut.containers import Held, restore
 from pipeworker.worker.stage.cut.inner_hooks import Heard, listening
-from pipeworker.worker.stage.cut.units import computed_attributes, stand_in
+from pipeworker.worker.stage.cut.units import call_of, computed_attributes, stand_in
 
 
 class _Call(partial[Any]):
@@ -72,7 +72,7 @@ class HollowUnit:
             attributes = [(vars(module), dict(vars(module))) for module in unit.modules()]
             try:
                 with listening(unit, hooked) as heard:
-                    return unit(*args, **kwargs), heard
+                    return call_of(unit)(*args, **kwargs), heard
             except Exception:
                 restore(held)
                 for now, before in attributes:  # a tensor in one, which has a graph, has no copy
@@ -112,7 +112,7 @@ class HollowUnit:
                     one[key] = pytree.tree_map_only(torch.Tensor, real, value)
         args, kwargs = pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
         with without_fake_modes(), listening(copied, hooked) as heard:
-            out = copied(*args, **kwargs)
+            out = call_of(copied)(*args, **kwargs)
         for one, _ in held:
             for key in range(len(one)) if isinstance(one, list) else list(one.keys()):
                 one[key] = pytree.tree_map_only(torch.Tensor, fake, one[key])

@@ -7,7 +7,9 @@ modules, or else an outermost module with parameters of its own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -95,6 +97,15 @@ def hollow_parameter(parameter: nn.Parameter, device: torch.device = CPU) -> nn.
     """Return a parameter like another one that takes no memory and seems to be on a device."""
     fake = stand_in(tuple(parameter.shape), parameter.dtype, device)
     return nn.Parameter(fake, requires_grad=parameter.requires_grad)
+
+
+def call_of(unit: nn.Module) -> Callable[..., Any]:
+    """Return what calls a unit, without the ``__call__`` of its class.
+
+    That surrounds the call already: the hollow copy of the unit runs it.
+    """
+    is_usual = type(unit).__call__ is nn.Module.__call__
+    return unit if is_usual else partial(nn.Module.__call__, unit)
 
 
 def computed_attributes(module: nn.Module) -> dict[int, torch.Tensor]:
