@@ -524,3 +524,16 @@ def test_an_error_of_forward_shows_the_samples_of_the_micro_batch() -> None:
     )
     with pytest.raises(UserCodeError, match=message):
         plan_of(OfFixedSize(), NO_TYPES, torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("holds", [lambda bias: bias.data, lambda bias: {"all": [bias.detach()]}])
+@pytest.mark.parametrize("place", ["", "l.2"])
+def test_a_tensor_in_the_memory_of_a_parameter_of_another_unit_is_refused(
+    holds: Callable[[Any], Any], place: str
+) -> None:
+    module = Any3(lambda m, x: m.l[2](m.l[1](m.l[0](x))))
+    module.l[0].seen = holds(module.l[0].bias)  # its own unit
+    assert len(plan_of(module, NO_TYPES, torch.randn(4, WIDTH))) == 3
+    module.get_submodule(place).seen = holds(module.l[0].bias)
+    with pytest.raises(UsageError, match=r"seen' has the memory of the parameter 'l\.0\.bias'"):
+        plan_of(module, NO_TYPES, torch.randn(4, WIDTH))

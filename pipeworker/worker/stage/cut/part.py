@@ -12,11 +12,11 @@ from torch import nn
 
 from pipeworker.errors import UsageError, a_type
 from pipeworker.facts.layer_names import LayerNames
-from pipeworker.worker.internals import pytree, version_of
+from pipeworker.worker.internals import pytree, storage_key, version_of
 from pipeworker.worker.stage.cut.common import CommonVariables
 from pipeworker.worker.stage.cut.forward import Enter, Forward, StandIns
 from pipeworker.worker.stage.cut.inner_hooks import forget_library_hooks
-from pipeworker.worker.stage.cut.isolation import Isolation
+from pipeworker.worker.stage.cut.isolation import Isolation, held_by_modules
 from pipeworker.worker.stage.cut.plan import CutPlan
 from pipeworker.worker.stage.cut.planning import Planning
 from pipeworker.worker.stage.cut.rehearsal import AGAIN, ELSEWHERE, RETURNED, Rehearsal, departed
@@ -30,6 +30,7 @@ from pipeworker.worker.stage.cut.units import (
     switch_off,
     units_of,
 )
+from pipeworker.worker.stage.values import is_dense
 from pipeworker.worker.transport.structure import TypeRegistry
 
 ROOT = "^"
@@ -129,6 +130,7 @@ def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
     planning = Planning(types, _names_of(copied), common)
     units = _intercept(copied, planning.call)
     itself = Isolation({"": module}, lambda _: module)
+    _reject_views(module)
     inside = {id(buffer) for one in units.values() for buffer in one.unit.buffers()}
     outside = [(n, b, version_of(b)) for n, b in copied.named_buffers() if id(b) not in inside]
     isolation = Isolation(
@@ -172,6 +174,41 @@ def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
             rehearse(copied, units, departed(plan.units[layer]), isolation, stop)
     common.restore()
     return plan
+
+
+def _reject_views(module: nn.Module) -> None:
+    """Reject a tensor in the memory of a trained parameter, but within the parameter's own unit.
+
+    Another stage has a copy of it, which no update changes.
+    """
+    units, parameters = units_of(module), dict(module.named_parameters())
+    known = {id(parameter) for parameter in parameters.values()}
+    owned = [(n, _memory(p)) for n, p in parameters.items() if p.requires_grad and is_dense(p)]
+    by_storage: dict[int, list[tuple[str, range]]] = {}
+    for name, (storage, place) in owned:
+        by_storage.setdefault(storage, []).append((name, place))
+    for path, held in held_by_modules(module.named_modules()).items():
+        for one in held:
+            if not isinstance(one, torch.Tensor) or id(one) in known or not is_dense(one):
+                continue
+            storage, own = _memory(one)
+            for name, place in by_storage.get(storage, ()):
+                is_common = own.start < place.stop and place.start < own.stop
+                both = (path, name)
+                if is_common and not any(all(n.startswith(f"{u}.") for n in both) for u in units):
+                    raise UsageError(
+                        f"model(): {path!r} has the memory of the parameter {name!r}, and a stage "
+                        "without that parameter would have a copy, which no update changes; use "
+                        "the parameter itself, or clone() it"
+                    )
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, range]:
+    """Return a number for a dense tensor's storage, and the bytes there from first to last."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    count = 1 + sum((size - 1) * step for size, step in sizes) if tensor.numel() else 0
+    begin = tensor.storage_offset() * tensor.itemsize
+    return storage_key(tensor), range(begin, begin + count * tensor.itemsize)
 
 
 def _copy(batch: Any) -> Any:
