@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable
@@ -451,7 +452,7 @@ class Child(nn.Linear):
 
     def __init__(self, parent: nn.Module) -> None:
         super().__init__(WIDTH, WIDTH)
-        self.parent = [parent]
+        self.parent: list[Any] = [parent]
 
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x) * self.parent[0].factor
@@ -601,3 +602,41 @@ def test_what_a_function_caches_while_a_module_is_cut_is_forgotten() -> None:
     """Other processes do not cut it, and draw their table in the first forward."""
     assert len(plan_of(Draws(), NO_TYPES, torch.randn(2, WIDTH))) == 2
     assert not drawn.cache_info().currsize
+
+
+def positions(x: torch.Tensor, known: dict[int, torch.Tensor] = {}) -> torch.Tensor:  # noqa: B006
+    if x.shape[1] not in known:
+        known[x.shape[1]] = torch.arange(float(x.shape[1]))
+    return known[x.shape[1]]
+
+
+class Counted(nn.Linear):
+    """A unit that uses a function."""
+
+    def __init__(self, uses: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.uses = uses
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x) * self.uses(x)
+
+
+class Sharing(nn.Module):
+    """Units that use one function."""
+
+    def __init__(self, uses: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Counted(uses), Counted(uses))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layers[1](self.layers[0](x))
+
+
+def test_a_table_that_one_unit_puts_into_a_cache_of_all_is_no_reason_to_refuse() -> None:
+    assert len(plan_of(Sharing(positions), NO_TYPES, torch.randn(2, WIDTH))) == 2
+
+
+def test_an_iterator_that_units_share_is_a_reason_to_refuse() -> None:
+    numbers = itertools.count(1)
+    with pytest.raises(UsageError, match=r"sets 'uses' of layers\.1"):
+        plan_of(Sharing(lambda _: next(numbers)), NO_TYPES, torch.randn(2, WIDTH))

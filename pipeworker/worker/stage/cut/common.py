@@ -96,7 +96,8 @@ class CommonVariables:
 
     def _state(self, value: Any, last: _State | None) -> _State:
         """Return the state of a value, which is the last one if it has not changed."""
-        shown, objects = self._search.of(value)
+        is_plain = isinstance(value, PLAIN_TYPES)  # most are
+        shown, objects = ([value], []) if is_plain else self._search.of(value)
         if last is not None and is_same(last[0], shown):
             return last
         return shown, value, contents_of(objects)

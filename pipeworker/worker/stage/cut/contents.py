@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import random
 import zlib
@@ -19,9 +20,11 @@ from torch import nn
 
 from pipeworker.worker.internals import is_fake, version_of
 from pipeworker.worker.stage.values import is_dense
+from pipeworker.worker.transport.structure import PLAIN_TYPES
 
 _MOST = 1 << 10
 """The length of a container up to which its items are compared, and the objects of a value."""
+_ENDS = (*PLAIN_TYPES, type)
 _LARGEST = 1 << 16
 """The bytes of a tensor or an array up to which its numbers are put back."""
 _Pair = tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]
@@ -104,6 +107,8 @@ Contents = list[tuple[Any, Any]]
 
 def number_of(value: Any) -> int | None:
     """Return a number for the state of a generator or an array, or None."""
+    if isinstance(value, itertools.count):
+        return zlib.crc32(repr(value).encode())
     for kind, get, _ in _GENERATORS:
         if isinstance(value, kind):
             with suppress(NotImplementedError):  # a generator of the system's has no state
@@ -148,6 +153,8 @@ class Search:
         while waiting and len(shown) <= _MOST:
             one = waiting.pop()
             shown.append(one)
+            if isinstance(one, _ENDS):
+                continue
             if isinstance(one, torch.Tensor):
                 objects.append(one)
                 shown.append(version_of(one))

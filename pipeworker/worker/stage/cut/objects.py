@@ -57,8 +57,6 @@ def _items(value: Any) -> Iterator[Any]:
     elif isinstance(value, dict):
         yield from _pairs(value.items())
     elif isinstance(value, FunctionType):
-        yield from value.__defaults__ or ()
-        yield from (value.__kwdefaults__ or {}).values()
         for cell in value.__closure__ or ():
             with suppress(ValueError):  # it is empty
                 yield cell.cell_contents

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pipeworker.worker.internals import is_fake, version_of
-from pipeworker.worker.stage.cut.calls import Counting, leaves_of, name_of
+from pipeworker.worker.stage.cut.calls import Counting, leaves_of, name_of, reads_metadata
 from pipeworker.worker.stage.cut.objects import bytes_of, held_within
 from pipeworker.worker.stage.values import bits_of
 from pipeworker.worker.transport.structure import PLAIN_TYPES
@@ -99,5 +99,6 @@ class Recording(Counting):
         used = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and is_fake(leaf)]
         if used:
             self.used |= {id(tensor): tensor for tensor in used}
-            self.trace.add(name_of(func), leaves)
+            if not reads_metadata(func):  # a cache reads a length where it is filled alone
+                self.trace.add(name_of(func), leaves)
         return func(*args, **kwargs)
