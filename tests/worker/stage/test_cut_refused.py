@@ -107,9 +107,28 @@ class Packs(nn.Module):
         return self.last(packed.data)
 
 
+class Opaque(nn.Linear):
+    """Returns an object, as layers of flows return a distribution."""
+
+    def forward(self, input: torch.Tensor) -> Any:
+        return nn.Identity()
+
+
+class Flow(nn.Module):
+    """Has a unit that returns an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Opaque(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.first(x)(x)
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
+        (Flow(), "first: returns or is called with an Identity, of which a pipeline cannot tell"),
         (Counts(), "its forward changes the buffer 'calls' outside of the modules"),
         (Assigns(), "its forward changes the buffer 'calls' outside of the modules"),
         (Fills(), "its forward changes the buffer 'calls' outside of the modules"),

@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import pipeworker
-from pipeworker.errors import UsageError
+from pipeworker.errors import UsageError, a_type
 from pipeworker.worker.internals import is_fake, pytree
 from pipeworker.worker.stage.cut.plan import Number
 from pipeworker.worker.stage.cut.units import stride_of
@@ -173,8 +173,8 @@ def descriptions(leaves: Sequence[Any], name: str) -> tuple[Any, ...]:
             if is_dataclass(leaf):
                 advice = f"register it (torch.export.register_dataclass({kind})), or {advice}"
             raise UsageError(
-                f"{name}: returns or is called with a {kind}, of which a pipeline cannot tell what "
-                f"it holds; {advice}"
+                f"{name}: returns or is called with {a_type(leaf)}, of which a pipeline cannot "
+                f"tell what it holds; {advice}"
             )
     return tuple(found)
 
