@@ -371,6 +371,19 @@ class Cached(nn.Module):
         return x
 
 
+class Located(Biased):
+    """Reads the device, the dtype and the shape of a buffer of a unit, as libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].register_buffer("dummy", torch.zeros(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        dummy = self.layers[0].get_buffer("dummy")
+        places = torch.arange(WIDTH, device=dummy.device, dtype=dummy.dtype)
+        return super().forward(x) * places * len(dummy) + dummy.shape[0]
+
+
 class Measured(nn.Linear):
     """Returns lengths, which depend on the input alone, beside an activation."""
 
@@ -428,6 +441,7 @@ class Called(nn.Module):
         Shifting,
         Filling,
         HookedBackward,
+        Located,
         Padded,
         partial(Strided, looks=False),
         partial(Strided, looks=True),

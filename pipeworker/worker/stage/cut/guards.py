@@ -79,17 +79,12 @@ class Guards:
                 "have the unit return it",
             )
 
-    def plain(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Check a call whose arguments do not depend on parameters, when it is done."""
-        self.check_tensors(tensors)
-        self._check_buffers(tensors)
-
     def tainted(self, name: str, tensors: Sequence[torch.Tensor], parameter: str) -> None:
         """Check a call whose arguments depend on parameters, before it is done.
 
         `parameter` is the name of the first one, if that is a parameter itself.
         """
-        self._check_buffers(tensors)
+        self.check_buffers(tensors)
         if name in ("grad", "backward"):
             remedy = "do it in a module with parameters, which runs as a whole"
             raise self.refused("takes a gradient through its layers", remedy)
@@ -160,7 +155,8 @@ class Guards:
                 "fill the whole tensor by one that has no view",
             )
 
-    def _check_buffers(self, tensors: Sequence[torch.Tensor]) -> None:
+    def check_buffers(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Reject a call on a buffer of a unit: stages do not exchange the numbers of buffers."""
         for tensor in tensors:
             if name := self._buffers.get(id(tensor)):
                 raise self.refused(

@@ -215,11 +215,12 @@ class Planning:
             with without_fake_modes():
                 out = func(*args, **kwargs)
             clear_new(func, out)
+            self._guards.check_tensors(tensors)
             if not reads_metadata(func) or tensors_of(out):
                 for tensor in tensors:
                     if id(tensor) in self._input:
                         self._everywhere.add(self._input[id(tensor)])
-            self._guards.plain(tensors)
+                self._guards.check_buffers(tensors)
             return out
         self._guards.check_tensors(self._unknown(tensors))
         parameter = self._parameters.get(id(tensors[0]), "")
