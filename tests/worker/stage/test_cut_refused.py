@@ -125,9 +125,22 @@ class Flow(nn.Module):
         return self.first(x)(x)
 
 
+class Tries(Counts):
+    """Calls a unit once more without an argument that it does not take."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in self.layers:
+            try:
+                x = layer(x, lengths=None)
+            except TypeError:
+                x = layer(x)
+        return x
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
+        (Tries(), "catches the TypeError that a unit raises, at test_cut_refused.py:.*it takes"),
         (Flow(), "first: returns or is called with an Identity, of which a pipeline cannot tell"),
         (Counts(), "its forward changes the buffer 'calls' outside of the modules"),
         (Assigns(), "its forward changes the buffer 'calls' outside of the modules"),

@@ -98,6 +98,8 @@ class Planning:
         self._changes: list[tuple[int, int, str]] = []
         self.common = common
         self._refusal: UsageError | None = None
+        self._caught: UsageError | None = None
+        """What to raise if the forward catches what a unit has raised."""
         self._unit = ""  # that is called, or was called last when the forward has ended
 
     def run(
@@ -145,8 +147,8 @@ class Planning:
             blame.blame_user(where, error, early=True)
         finally:
             logger.setLevel(level)
-        if self._refusal is not None:
-            raise self._refusal
+        if refusal := self._refusal or self._caught:
+            raise refusal
         if not self.plan.units:
             raise UsageError(
                 "model(): its forward calls no module with parameters, so it is one layer; return "
@@ -361,6 +363,11 @@ class Planning:
             self._unit = name
             try:
                 return self._call(name, args, kwargs)
+            except Exception as error:
+                what = f"catches the {type(error).__name__} that a unit raises"
+                caught = self._guards.refused(what, "call it with what it takes")
+                self._caught = error if isinstance(error, UsageError) else caught
+                raise
             finally:
                 self._unit = ""
 
