@@ -404,7 +404,8 @@ def build(entry: Entry, index: int) -> nn.Module:
 
 def source_digests(path: Path, modules: Iterable[ModuleType]) -> Iterator[tuple[str, str]]:
     """Yield the path and a digest of the job file, and of the modules that lie beside it."""
-    files = [getattr(module, "__file__", None) for module in modules]
+    # Not an attribute of the module: a lazy one would import what it stands for.
+    files = [vars(module).get("__file__") for module in modules]
     beside = [Path(file) for file in files if isinstance(file, str) and file.endswith(".py")]
     found = {path: path.name}
     for folder in _folders(path):

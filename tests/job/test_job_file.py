@@ -319,6 +319,20 @@ def test_digests_cover_the_job_file_and_the_modules_beside_it(tmp_path: Path) ->
     assert dict(job_file.source_digests(tmp_path / "job.py", [])) != {"job.py": found["job.py"]}
 
 
+class LazyModule(ModuleType):
+    """A module of a library that is imported when an attribute is read, as speechbrain's are."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError("its library is not installed")
+
+
+def test_digests_of_sources_import_no_lazy_module(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("")
+    assert dict(job_file.source_digests(tmp_path / "job.py", [LazyModule("lazy")])).keys() == {
+        "job.py"
+    }
+
+
 def test_the_modules_of_a_job_are_those_imported_since_it_began_to_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
