@@ -407,6 +407,10 @@ def trained(m: Any, x: torch.Tensor) -> Any:
     return m.l[1](x)
 
 
+def distributed(m: Any, x: torch.Tensor) -> Any:
+    return torch.distributions.Normal(m.l[0](x), 1.0).rsample()
+
+
 def branching(m: Any, x: torch.Tensor) -> Any:
     hidden = m.l[0](x)
     return m.l[1](hidden) if bool((hidden > 0).any()) else m.l[2](hidden)
@@ -482,6 +486,7 @@ def mapped_around(m: Any, x: torch.Tensor) -> Any:
         (inferred, "calls layers in torch.inference_mode"),
         (differentiated, "takes a gradient through its layers, at test_cut_refused.py"),
         (trained, "takes a gradient through its layers, at test_cut_refused.py"),
+        (distributed, "at test_cut_refused.py:.* a distribution without validate_args=False"),
         (branching, "depends on the numbers of an activation, at test_cut_refused.py"),
         (selecting, "depends on the numbers of an activation, at test_cut_refused.py"),
         (as_an_array, "depends on the numbers of an activation, at test_cut_refused.py"),

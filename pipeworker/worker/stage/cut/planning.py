@@ -188,10 +188,10 @@ class Planning:
         layer, unit = self._here()
         return UsageError(
             f"layer {layer} ({unit}): the model's forward depends on the numbers of an activation, "
-            f"at {line_of_error(error)}: an if, an assertion, item(), numpy(), a selection by a "
-            "mask or pack_padded_sequence. A pipeline cannot cut it there; move the code into a "
-            "module with parameters, which runs as a whole, or cut the model by hand, as a list "
-            "of layers"
+            f"at {line_of_error(error)}: an if, an assertion, item(), numpy(), a distribution "
+            "without validate_args=False, a selection by a mask or pack_padded_sequence. A "
+            "pipeline cannot cut it there; move the code into a module with parameters, which runs "
+            "as a whole, or cut the model by hand, as a list of layers"
         )
 
     @property
@@ -366,7 +366,8 @@ class Planning:
             except Exception as error:
                 what = f"catches the {type(error).__name__} that a unit raises"
                 caught = self._guards.refused(what, "call it with what it takes")
-                self._caught = error if isinstance(error, UsageError) else caught
+                caught = error if isinstance(error, UsageError) else caught
+                self._caught = self._caught or caught
                 raise
             finally:
                 self._unit = ""
