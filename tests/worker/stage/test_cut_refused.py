@@ -411,6 +411,14 @@ def distributed(m: Any, x: torch.Tensor) -> Any:
     return torch.distributions.Normal(m.l[0](x), 1.0).rsample()
 
 
+def wrapped(m: Any, x: torch.Tensor) -> Any:
+    hidden = m.l[0](x)
+    try:
+        return m.l[1](hidden.unsqueeze_(0))
+    except Exception as error:
+        raise RuntimeError("it failed") from error
+
+
 def branching(m: Any, x: torch.Tensor) -> Any:
     hidden = m.l[0](x)
     return m.l[1](hidden) if bool((hidden > 0).any()) else m.l[2](hidden)
@@ -486,6 +494,7 @@ def mapped_around(m: Any, x: torch.Tensor) -> Any:
         (inferred, "calls layers in torch.inference_mode"),
         (differentiated, "takes a gradient through its layers, at test_cut_refused.py"),
         (trained, "takes a gradient through its layers, at test_cut_refused.py"),
+        (wrapped, "calls unsqueeze_ on an activation, at test_cut_refused.py"),
         (distributed, "at test_cut_refused.py:.* a distribution without validate_args=False"),
         (branching, "depends on the numbers of an activation, at test_cut_refused.py"),
         (selecting, "depends on the numbers of an activation, at test_cut_refused.py"),

@@ -49,7 +49,12 @@ class Guards:
     """The checks of one run of a hollow module's forward.
 
     `where` returns the layer that the forward is in, and what messages call it.
+
+    Attributes:
+        refusal: the first error that a check has raised: the forward, or torch, may catch it.
     """
+
+    refusal: UsageError | None = None
 
     def __init__(
         self, module: nn.Module, units: Sequence[nn.Module], where: Callable[[], tuple[int, str]]
@@ -68,7 +73,9 @@ class Guards:
 
     def refused(self, reason: str, remedy: str) -> UsageError:
         """Return the error for what the forward does now."""
-        return refused(*self._where(), reason, remedy)
+        found = refused(*self._where(), reason, remedy)
+        self.refusal = self.refusal or found
+        return found
 
     def check_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Reject a tensor that comes from a unit on a way that is not seen."""

@@ -44,7 +44,7 @@ from pipeworker.worker.stage.cut.calls import (
 from pipeworker.worker.stage.cut.common import CommonVariables
 from pipeworker.worker.stage.cut.containers import Held, effects_since, held_by, restore
 from pipeworker.worker.stage.cut.departures import Departures
-from pipeworker.worker.stage.cut.guards import Guards
+from pipeworker.worker.stage.cut.guards import Guards, refused
 from pipeworker.worker.stage.cut.inner_hooks import Heard, hooked_in, tell
 from pipeworker.worker.stage.cut.isolation import Isolation
 from pipeworker.worker.stage.cut.plan import INPUT, CutPlan, Number
@@ -97,7 +97,6 @@ class Planning:
         self._storages: dict[int, set[Number]] = {}
         self._changes: list[tuple[int, int, str]] = []
         self.common = common
-        self._refusal: UsageError | None = None
         self._caught: UsageError | None = None
         """What to raise if the forward catches what a unit has raised."""
         self._unit = ""  # that is called, or was called last when the forward has ended
@@ -131,8 +130,8 @@ class Planning:
                 out = module(*args, **kwargs)
             self.departures.note()
         except Exception as error:
-            if self._refusal is not None:
-                raise self._refusal from None
+            if self._guards.refusal is not None:
+                raise self._guards.refusal from None
             if type(error).__name__ in _NEEDS_NUMBERS or any(
                 text in str(error) for text in _NO_DATA
             ):
@@ -147,7 +146,7 @@ class Planning:
             blame.blame_user(where, error, early=True)
         finally:
             logger.setLevel(level)
-        if refusal := self._refusal or self._caught:
+        if refusal := self._guards.refusal or self._caught:
             raise refusal
         if not self.plan.units:
             raise UsageError(
@@ -205,8 +204,8 @@ class Planning:
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do one call of a function of torch outside of units."""
-        if self._refusal is None and is_hidden(func):  # TorchScript would hide the error's class
-            self._refusal = self._guards.refused(
+        if is_hidden(func):  # TorchScript would hide the error's class
+            self._guards.refused(
                 "calls a function or a module of TorchScript between its layers",
                 "call it within a layer, or use the one in Python",
             )
@@ -365,8 +364,7 @@ class Planning:
                 return self._call(name, args, kwargs)
             except Exception as error:
                 what = f"catches the {type(error).__name__} that a unit raises"
-                caught = self._guards.refused(what, "call it with what it takes")
-                caught = error if isinstance(error, UsageError) else caught
+                caught = refused(*self._here(), what, "call it with what it takes")
                 self._caught = self._caught or caught
                 raise
             finally:
