@@ -213,21 +213,6 @@ def test_schedulers_are_made_again_for_another_number_of_steps() -> None:
     ]
 
 
-def test_a_learning_rate_that_is_a_tensor_begins_again_too() -> None:
-    def of_tensors(params: Any) -> list[torch.optim.Optimizer]:
-        return [torch.optim.SGD([one], lr=torch.tensor(0.5)) for one in params]
-
-    def cosine(every: Any, steps: int) -> list[Any]:
-        return [schedules.CosineAnnealingLR(one, steps) for one in every]
-
-    updater, uncut = (make([nn.Linear(2, 2)], of_tensors, cosine) for _ in range(2))
-    for number in range(1, 4):
-        step(updater, number)
-        step(uncut, number)
-    updater.optimizers.restart_schedulers(3)
-    assert rates(updater) == rates(uncut)
-
-
 def test_a_rate_that_a_scheduler_has_made_of_the_optimizers_is_made_of_it_again() -> None:
     def one_cycle(every: Any, steps: int) -> list[Any]:
         return [
