@@ -101,12 +101,15 @@ _PAIRS = (*_HOLDERS, *_GENERATORS)
 MUTABLE: tuple[Any, ...] = (dict, list, deque, set, ContextVar, SimpleNamespace)
 MUTABLE += tuple(kind for kind, _, _ in _GENERATORS)
 """Classes whose objects may hold something else later."""
+_HOLDING, _NUMBERED = (*MUTABLE, CellType), (*(kind for kind, _, _ in _GENERATORS), itertools.count)
 Contents = list[tuple[Any, Any]]
 """Objects, each with a copy of what it holds."""
 
 
 def number_of(value: Any) -> int | None:
     """Return a number for the state of a generator or an array, or None."""
+    if not isinstance(value, _NUMBERED):  # nearly always
+        return None
     if isinstance(value, itertools.count):
         return zlib.crc32(repr(value).encode())
     for kind, get, _ in _GENERATORS:
@@ -160,7 +163,7 @@ class Search:
                 shown.append(version_of(one))
             elif id(one) not in searched:
                 searched.add(id(one))
-                if isinstance(one, (*MUTABLE, CellType)):
+                if isinstance(one, _HOLDING):
                     objects.append(one)
                     shown.append(number_of(one))
                 waiting += reversed([*self._items(one)])
