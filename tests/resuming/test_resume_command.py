@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import socket
+import sys
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -301,6 +302,7 @@ def test_a_script(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         requested.append(request)
         raise KeyboardInterrupt
 
+    monkeypatch.delitem(sys.modules, "pipeworker_job", raising=False)  # of another test
     monkeypatch.setattr("pipeworker.session.train.Session", session)
     job: dict[str, Any] = {"loss": nn.functional.mse_loss, "optimizer": torch.optim.SGD}
 
