@@ -134,7 +134,7 @@ class Epoch:
         self._data = data
         self._name = name
         self._stream = stream
-        self._ended = False
+        self._ended = self._is_searched = False
         self._state_before_read: dict[str, Any] = {}  # of a stateful source
         self._recent: deque[dict[str, Any]] = deque(maxlen=3)
         """States after the last mini-batches, if some of the epoch can be skipped."""
@@ -277,11 +277,30 @@ class Epoch:
         if self._ended and self._loader is not None:
             self._loader.end(self.count)
         self.count += not self._ended
+        if not self._is_searched:
+            self._is_searched = True
+            self._search_again()
         if self.stateful and not self._ended:
             self._state_before_read["over"] = False  # whatever length it says it has
         if not self._ended and (self._by_number or self._takes_start):
             self._recent.append(self._states())
         return item
+
+    def _search_again(self) -> None:
+        """Have mini-batches read again on resume if the first one has made a generator.
+
+        Without the generator at the begin of an epoch nothing could be given its state. The items
+        of a loader with processes make theirs in these.
+        """
+        in_processes = getattr(self._source, "num_workers", 0)
+        if (self._by_number or self._takes_start) and not in_processes:
+            known = set(map(id, self._all_generators.values()))
+            now = (
+                *own_generators(self._data).values(),
+                *generators_of_source(self._source).values(),
+            )
+            if not known.issuperset(map(id, now)):
+                self._by_number = self._takes_start = False
 
     def skip(self, count: int) -> None:
         """Read `count` mini-batches and drop them; report the progress if that takes long."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from pipeworker.errors import UsageError
 from pipeworker.worker.blame import UserCodeError
@@ -92,6 +93,32 @@ def test_the_end_stays_the_end_and_more_epochs_resume_after_it(kind: str) -> Non
         more.restore(position)
         assert equal(read(more, LENGTH), expected)
         position = round_trip(ended.position(prefetched=False))  # of the resumed reader
+
+
+class Late(Dataset[Any]):
+    """Items that draw from a generator, which the first of them makes."""
+
+    def __init__(self) -> None:
+        self.generator: random.Random | None = None
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        self.generator = self.generator or random.Random(4)
+        x = torch.tensor([self.generator.random()])
+        return x, x
+
+
+@pytest.mark.parametrize("number", [1, LENGTH - 1, LENGTH + 1])
+def test_items_resume_with_a_generator_that_the_first_of_them_makes(number: int) -> None:
+    def make() -> Any:
+        return lambda: DataLoader(Late())
+
+    uncut, resumed = reader(make), reader(make)
+    read(uncut, number)
+    resumed.restore(round_trip(uncut.position(prefetched=False)))
+    assert equal(read(resumed, LENGTH), read(uncut, LENGTH))
 
 
 def test_a_one_shot_iterator_stays_exhausted() -> None:
