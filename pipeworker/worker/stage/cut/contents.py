@@ -115,7 +115,10 @@ def number_of(value: Any) -> int | None:
     for kind, get, _ in _GENERATORS:
         if isinstance(value, kind):
             with suppress(NotImplementedError):  # a generator of the system's has no state
-                return zlib.crc32(pickle.dumps(get(value)))
+                state = get(value)
+                if isinstance(state, torch.Tensor):  # its pickle is another one each time
+                    state = state.numpy().tobytes()
+                return zlib.crc32(pickle.dumps(state))
     return None
 
 
