@@ -408,6 +408,21 @@ class Padded(nn.Module):
         return x
 
 
+class Selecting(nn.Module):
+    """Selects what its layers return by masks of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        rows, numbers = x[:, 0] > 0, x > 0.5
+        x = torch.tanh(self.layers[0](x))
+        some = torch.tanh(self.layers[1](x[rows]))
+        even = some[:, torch.arange(WIDTH) % 2 == 0]
+        return self.layers[3](self.layers[2](x) * x[numbers].sum() + even.sum())
+
+
 class Calling(nn.Linear):
     """Does more in its call than in its forward."""
 
@@ -443,6 +458,7 @@ class Called(nn.Module):
         HookedBackward,
         Located,
         Padded,
+        Selecting,
         partial(Strided, looks=False),
         partial(Strided, looks=True),
     ],

@@ -426,7 +426,7 @@ def branching(m: Any, x: torch.Tensor) -> Any:
 
 def selecting(m: Any, x: torch.Tensor) -> Any:
     hidden = m.l[0](x)
-    return m.l[1](hidden[x[:, 0] > 0])
+    return m.l[1](hidden[hidden[:, 0] > 0])
 
 
 def as_an_array(m: Any, x: torch.Tensor) -> Any:

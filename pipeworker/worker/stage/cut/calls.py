@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import pipeworker
 from pipeworker.errors import UsageError, a_type
-from pipeworker.worker.internals import is_fake, pytree
+from pipeworker.worker.internals import is_fake, pytree, without_fake_modes
 from pipeworker.worker.stage.cut.plan import Number
 from pipeworker.worker.stage.cut.units import stride_of
 from pipeworker.worker.transport.structure import PLAIN_TYPES, encode_scalar, is_namedtuple
@@ -71,6 +71,32 @@ def is_in_place(name: str) -> bool:
 def changed_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what a function of torch, by its name, is called to change: a tensor or several."""
     return kwargs["out"] if "out" in kwargs else args[0] if is_in_place(name) else None
+
+
+def with_places(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of an indexing with the places that masks select instead of the masks.
+
+    A mask that depends on the input alone has numbers, so it is known how many elements of a
+    stand-in it selects. torch computes ``tensor[mask]`` as ``tensor[mask.nonzero(as_tuple=True)]``.
+    """
+    if name != "__getitem__" or not any(map(_is_mask, _indices(args))):
+        return args
+    with without_fake_modes():
+        places = [
+            place
+            for one in _indices(args)
+            for place in (one.nonzero(as_tuple=True) if _is_mask(one) else (one,))
+        ]
+    return args[0], tuple(places)
+
+
+def _indices(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return args[1] if isinstance(args[1], tuple) else args[1:]
+
+
+def _is_mask(index: Any) -> bool:
+    is_bool = isinstance(index, torch.Tensor) and index.dtype is torch.bool
+    return is_bool and index.dim() > 0 and not is_fake(index)
 
 
 def is_hidden(func: Any) -> bool:

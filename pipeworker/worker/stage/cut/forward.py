@@ -39,6 +39,7 @@ from pipeworker.worker.stage.cut.calls import (
     line_of_the_user,
     name_of,
     tensors_of,
+    with_places,
 )
 from pipeworker.worker.stage.cut.containers import (
     Changed,
@@ -214,7 +215,8 @@ class Forward:
                     return None
                 self._number([args[0]])
                 return args[0]
-            out = self._again(func, args, kwargs, leaves)
+            args = with_places(name_of(func), args)
+            out = self._again(func, args, kwargs, [*leaves_of(args), *leaves_of(kwargs)])
             if made := tensors_of(out):
                 self._number(made)
             return out

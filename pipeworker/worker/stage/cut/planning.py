@@ -40,6 +40,7 @@ from pipeworker.worker.stage.cut.calls import (
     numbers_of,
     reads_metadata,
     tensors_of,
+    with_places,
 )
 from pipeworker.worker.stage.cut.common import CommonVariables
 from pipeworker.worker.stage.cut.containers import Held, effects_since, held_by, restore
@@ -254,8 +255,11 @@ class Planning:
             draws.extend([called] if is_random(called) else [])
             written.extend(changed_by(called, *given[:2]))
 
+        placed = with_places(name, args)
+        if placed is not args:  # each stage needs the mask, to know how many it selects
+            self._everywhere.update(self._input[id(t)] for t in tensors if id(t) in self._input)
         with observing(note):
-            out = func(*args, **kwargs)
+            out = func(*placed, **kwargs)
         changes = {id(t) for t, was in zip(tensors, before, strict=True) if version_of(t) != was}
         known = [t for t in tainted if id(t) in self._numbers or id(t) in changes]
         self._guards.check_changed(name, written, known)
