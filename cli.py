@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -187,9 +188,8 @@ def launch(
         restore_ends()
         sys.exit(_follow(engine.submit(new)))
     else:
-        status = _run(request, engine, spec, view)
-        ignore_ends()
-        sys.exit(status)
+        atexit.register(ignore_ends)
+        sys.exit(_run(request, engine, spec, view))
 
 
 def _follow(job: SubmittedJob) -> int:

@@ -54,9 +54,9 @@ def handle_before_job() -> None:
 
 
 def ignore_ends() -> None:
-    """Ignore the signals that end a job, which has ended: only this process has yet to exit.
+    """Ignore the signals that end a job; called as Python exits, when the job has ended.
 
-    As Python exits, it gives other handlers up, and a signal would then replace the exit status.
+    Python gives up other handlers then, so a signal would replace the exit status.
     """
     for number in (signal.SIGINT, *_ENDS):
         signal.signal(number, signal.SIG_IGN)

@@ -309,15 +309,17 @@ def _batch_size(item: Any, prefix: str) -> int:
     tensors = distinct_tensors(item)
     if not distinct_tensors(item[0]):
         _check_leaves(pytree.tree_leaves(item), prefix)
-        raise UsageError(f"{prefix} an input without a tensor; put its numbers into one")
+        raise UsageError(
+            f"{prefix} an input without a tensor, {a_type(item[0])}; make it one, or a dict of them"
+        )
     for tensor in tensors:
         if tensor.is_nested or tensor.layout is not torch.strided:
             kind = "nested" if tensor.is_nested else "sparse"
             raise UsageError(f"{prefix} a {kind} tensor, which cannot be split; make it dense")
     if any(tensor.dim() == 0 for tensor in tensors):
         raise UsageError(
-            f"{prefix} a tensor without dims; dim 0 of every tensor is the batch: if these are "
-            "samples, return DataLoader(samples, batch_size=...)"
+            f"{prefix} a tensor without dims; dim 0 of every tensor is the batch, as a DataLoader "
+            "makes it: of samples, return DataLoader(samples, batch_size=...)"
         )
     sizes = {tensor.shape[0] for tensor in tensors}
     if len(sizes) > 1:

@@ -408,7 +408,7 @@ def trained(m: Any, x: torch.Tensor) -> Any:
 
 
 def distributed(m: Any, x: torch.Tensor) -> Any:
-    return torch.distributions.Normal(m.l[0](x), 1.0).rsample()
+    return torch.distributions.Normal(m.l[0](x), 1.0, validate_args=True).rsample()
 
 
 def wrapped(m: Any, x: torch.Tensor) -> Any:
