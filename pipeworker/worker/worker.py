@@ -73,6 +73,10 @@ class Worker:
         self._phase: LoadedWorker | ModelledWorker | PlannedWorker | None = None
         """None before the first message."""
         self._has_updated = False
+        self._steps = 0
+        """The number of steps of the job; 0 if unknown."""
+        self._has_saved = False
+        """Whether a checkpoint was written after the last step."""
         self._profiler: StepProfiler | None = None
 
     @property
@@ -171,6 +175,7 @@ class Worker:
         has_state = planned.state.begin(plan)
         self._phase = connected = ConnectedWorker.connect(planned, plan, modelled.types)
         connected.begin(plan.steps, has_state=has_state)
+        self._steps = plan.steps
         if steps := loaded.role.options.profiled:
             folder, executor = loaded.run_dir.profiles, connected.executor
             rank, device = self._settings.rank, loaded.device
@@ -206,12 +211,12 @@ class Worker:
         if self._profiler is not None:
             self._profiler.advance(message)
         if message.copy is not None:
+            self._has_saved = self._has_saved or message.copy.save
             with recorder.during(SNAPSHOT):
                 worker.state.copy(message.copy, worker.position)
         match command:
             case RunStep():
-                saves = message.copy is not None and message.copy.save
-                return self._run(command, worker, updating, saves=saves)
+                return self._run(command, worker, updating)
             case Evaluate():
                 evaluation = contextlib.closing(worker.loaded.evaluation())
                 guarded = worker.state.evaluating()
@@ -220,6 +225,7 @@ class Worker:
                     wanted = takewhile(lambda _: control.ended_pass != command.step, batches)
                     return self.evaluate(command.step, wanted)
             case Save():
+                self._has_saved = True
                 with recorder.during(SAVE):
                     return worker.state.save(command, worker.position)
             case Wait() | Finish():
@@ -253,9 +259,7 @@ class Worker:
                 worker.stages.share_weights(self.connected.wiring)
         return seconds
 
-    def _run(
-        self, run: RunStep, worker: ConnectedWorker, updating: float, *, saves: bool
-    ) -> StepDone:
+    def _run(self, run: RunStep, worker: ConnectedWorker, updating: float) -> StepDone:
         if worker.loaded.job.steps_by_epoch and run.batch.microbatches:
             # Read one more mini-batch, to see whether the epoch ends with this step: a run that is
             # resumed has the same learning rates.
@@ -267,7 +271,8 @@ class Worker:
         if run.actions:
             actions = parse_actions(run.actions)
             worker.recorder.use(worker.executor.set_actions(actions), actions)
-        output = worker.executor.run(run, compares=saves)
+        compares, self._has_saved = self._has_saved or run.step == self._steps, False
+        output = worker.executor.run(run, compares=compares)
         worker.recorder.run(output.times)
         borrowed, notes = worker.stages.take_borrowed()
         rate, place = worker.stages.learning_rate

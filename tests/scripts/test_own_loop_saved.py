@@ -10,7 +10,7 @@ import pytest
 from support.real_jobs.compare import assert_same
 from support.real_jobs.jobs import Jobs
 from support.real_jobs.ranks import Scripts, script
-from support.real_jobs.sources import DROPOUT, DROPOUT_JOB
+from support.real_jobs.sources import DROPOUT, DROPOUT_JOB, JOB
 from support.slow import slow
 
 SAVES = """
@@ -241,3 +241,20 @@ def test_train_saves_its_last_whole_step_after_an_error(
     assert failed.reported(0)["steps"] == 3
     assert "step-00000003" in run.stdout
     assert_same(run, whole)
+
+
+def test_weights_are_compared_in_the_step_after_a_save(scripts: Scripts) -> None:
+    """Otherwise the next comparison would be before update 8."""
+    loop = """
+        with pipeworker.Pipeline(
+            model, loss=loss, optimizer=optimizer, microbatches=4, replicas=2, run_dir="run"
+        ) as pipe:
+            for number, batch in enumerate(data(), 1):
+                pipe.step(batch)
+                if number == 4:
+                    for parameter in pipe.layers[0].parameters():
+                        parameter.data += rank
+                    pipe.save()
+    """
+    ranks = scripts.start(script(JOB, loop), 2)
+    assert "differs between the replicas" in "".join(run.stderr for run in ranks.end())

@@ -271,6 +271,13 @@ APART = (
 )
 """One replica alone changes a weight of the first of three layers before update 9."""
 
+BY_EPOCH = """
+    scheduler_interval = "epoch"
+
+    def scheduler(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+"""
+
 
 def test_all_buffers_that_a_forward_changes_are_those_of_replica_0(jobs: Jobs) -> None:
     words = ("--replicas", "2", "--microbatches", "4")
@@ -295,6 +302,14 @@ def test_weights_are_compared_in_the_step_after_a_checkpoint(jobs: Jobs) -> None
     run = jobs.run(*words, "--checkpoint-every", "10", source=APART)
     assert run.status == 1
     assert re.search(r"`weight` differs between the replicas,[^\n]*\n[^\n]* step 11\n", run.stderr)
+
+
+def test_weights_are_compared_in_a_last_step_that_reads_one_more_mini_batch(jobs: Jobs) -> None:
+    """A scheduler of epochs has to know whether the epoch ends with it."""
+    words = ("--stages", "1", "--replicas", "2", "--microbatches", "4", "--steps", "12")
+    run = jobs.run(*words, source=APART + BY_EPOCH)
+    assert run.status == 1
+    assert re.search(r"`weight` differs between the replicas,[^\n]*\n[^\n]* step 12\n", run.stderr)
 
 
 def test_replicas_that_read_different_data_fail(jobs: Jobs) -> None:

@@ -224,13 +224,13 @@ class Executor:
     def run(self, run: RunStep, *, compares: bool = False) -> StepOutput:
         """Run one mini-batch: accumulate gradients, update nothing.
 
-        Replicas compare their weights in the last step, and with `compares`.
+        With `compares` replicas compare their weights, at the next reduction of their gradients.
 
         Raises:
             PeerLost: a channel closed.
             UserCodeError: the user's code raised; the tracker has the position.
         """
-        self._begin(run, compares=compares or run.last)
+        self._begin(run, compares=compares)
         program, ring, began = self._program, self._ring, perf_counter()
         count = len(program.instructions)
         times = ring.begin(run.step, run.first, program.number, count, began)

@@ -7,7 +7,8 @@ stay bitwise equal.
 
 Buffers that a forward changes take the values of replica 0, as under DDP's ``broadcast_buffers``.
 Weights that differ between replicas are not made equal: an error reports them. They are compared
-before updates 1, 2, 4, 8, ..., in the step that follows a checkpoint, and in the last step.
+before updates 1, 2, 4, 8, ..., in the step that follows a checkpoint, and in the last
+step if its number is known.
 Deferred batch norm takes the micro-batches of all replicas into account, in their order.
 """
 

@@ -280,7 +280,8 @@ class Pipeline:
             own = block(batch.microbatches, placement.replicas, placement.replica_of(rank))
             actions = self.schedule(len(own)).workers[placement.worker_of(rank)]
             self.executors[rank].set_actions(actions)
-            return self.executors[rank].run(RunStep(step, batch, last, "", first, complete=whole))
+            command = RunStep(step, batch, last, "", first, complete=whole)
+            return self.executors[rank].run(command, compares=last)
 
         return self._run_all(run)
 
