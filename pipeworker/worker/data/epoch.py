@@ -114,6 +114,8 @@ class Epoch:
     Attributes:
         count: number of mini-batches read or skipped.
         reached: whether `way` leads to the position.
+        lacks_generators: whether there was a generator at the begin of this epoch that is not found
+            before it: a dataset may make it for its first item.
         stateful: whether the source has ``state_dict`` and ``load_state_dict``.
         one_shot: whether the data is an iterator, which cannot be started again.
     """
@@ -160,6 +162,8 @@ class Epoch:
                 self._began |= generator_states(more)
                 found |= more
             self._all_generators = found
+            processes = getattr(source, "num_workers", 0)  # those that persist have generators too
+            self.lacks_generators = not processes and not began.keys() <= found.keys()
             # Without a reference to this object: a cycle would keep the loader's processes alive.
             self._states = partial(_states, found, stream)
             self._continue_from = partial(_restore, found, stream)

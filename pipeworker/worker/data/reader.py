@@ -163,7 +163,14 @@ class Reader:
                 self._peeked = peeked if not read else None
                 self._epoch.skip(read - self._epoch.count)
             else:
-                any(self._begin(number, position, way).reached for way in Way)
+                any(self._resume(number, position, way).reached for way in Way)
+
+    def _resume(self, number: int, position: Mapping[str, Any], way: Way) -> Epoch:
+        epoch = self._begin(number, position, way)
+        if number and epoch.lacks_generators:
+            self._begin(number).next_batch()  # makes them, as that of an earlier epoch did
+            epoch = self._begin(number, position, way)
+        return epoch
 
     def expect(self, count: int | None) -> None:
         """Note that at most `count` mini-batches will be read from now on; None if unknown."""

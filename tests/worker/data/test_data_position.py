@@ -110,10 +110,14 @@ class Late(Dataset[Any]):
         return x, x
 
 
-@pytest.mark.parametrize("number", [1, LENGTH - 1, LENGTH + 1])
-def test_items_resume_with_a_generator_that_the_first_of_them_makes(number: int) -> None:
+@pytest.mark.parametrize("number", [1, LENGTH - 1, LENGTH, LENGTH + 1, 2 * LENGTH])
+@pytest.mark.parametrize("once", [False, True])
+def test_items_resume_with_a_generator_that_the_first_of_them_makes(
+    number: int, once: bool
+) -> None:
     def make() -> Any:
-        return lambda: DataLoader(Late())
+        dataset = Late()
+        return lambda: DataLoader(dataset if once else Late())
 
     uncut, resumed = reader(make), reader(make)
     read(uncut, number)
