@@ -319,6 +319,7 @@ class _Buffers:
         Raises:
             UsageError: a forward after the first mini-batch is the first one to change a large
                 buffer without a trace, so the replicas may have had different ones for a while.
+                They have not if the buffer was sent after the mini-batch before.
         """
         traced = [
             _get(slot) is not buffer or version_of(buffer) != version
@@ -327,7 +328,7 @@ class _Buffers:
         for slot, before, is_traced in zip(self._large, self._checksums, traced, strict=False):
             if slot in self._untraced or is_traced or checksums(_get(slot)) == before:
                 continue
-            if self._mini_batches > 1:
+            if self._mini_batches > 1 and slot not in self._chosen:  # else they were equal
                 module, name = slot
                 place = next(name for name, m in self._layers.named_modules() if m is module)
                 layer, _, folder = f"{place}.{name}".partition(".")

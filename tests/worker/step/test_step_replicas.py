@@ -303,12 +303,14 @@ class Untraced(nn.Module):
 def test_a_large_buffer_that_begins_to_change_without_a_trace_later_is_rejected() -> None:
     """From the first mini-batch on, it is made equal; later, replicas had different ones."""
 
-    def train(first: int) -> None:
+    def train(first: int, samples: int = 6) -> None:
         way = filled(Placement.identity(1, 2), "never")
         layers = [nn.Linear(6, 6), nn.Sequential(Untraced(first)), nn.Linear(6, 2)]
-        Pipeline(layers, mse, data(6, 6, 6, 6), way, microbatches=2, limit=5.0).train(4)
+        batches = data(samples, 6, 6, 6)
+        Pipeline(layers, mse, batches, way, microbatches=2, limit=5.0).train(4)
 
     train(1)  # which asserts that replicas are equal
+    train(1, 1)  # where the second replica has no samples first
     with pytest.raises(UsageError, match=r"^stage 0, layer 1: .* the buffer `0\.table` with"):
         train(4)
 
