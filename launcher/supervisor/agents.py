@@ -11,7 +11,7 @@ from launcher.spec import RemoteAgent
 from launcher.supervisor.events import AgentLine, CheckedHello
 from pipeworker.coordinator.roster import JOIN_FACTOR
 from pipeworker.facts.failure import describe_exit
-from pipeworker.wire.lines import AgentHello, Forked, Starting, Waiting
+from pipeworker.wire.lines import AgentHello, Forked, Starting, Waiting, WorkerExited
 
 LOOPBACK = "127.0.0.1"
 _EVERYWHERE = ("0.0.0.0", "::")
@@ -73,7 +73,7 @@ class AgentState:
     """The agent of a host, which may be started again after a loss.
 
     Attributes:
-        pids: the processes of its workers, by rank.
+        workers: its newest workers that have not ended, by rank.
         is_lost: whether its process has ended.
         may_retry: whether it is worth one attempt to start it again in this generation.
         silence: why it was given up: its silence, or a problem of its host; empty if it was not.
@@ -82,7 +82,7 @@ class AgentState:
 
     remote: RemoteAgent
     timer: SilenceTimer
-    pids: dict[int, int] = field(default_factory=dict)
+    workers: dict[int, Forked] = field(default_factory=dict)
     hello: CheckedHello | None = None
     is_lost: bool = False
     may_retry: bool = True
@@ -112,13 +112,19 @@ class AgentState:
         self.silence = self.waits_for = ""
 
     def forked(self, line: Forked) -> None:
-        self.pids[line.rank] = line.pid
+        self.workers[line.rank] = line
         self._forked, self._lost_at = True, float("-inf")
+
+    def exited(self, line: WorkerExited) -> None:
+        """Record that a worker has ended, which is after its successor began if it was held."""
+        worker = self.workers.get(line.rank)
+        if worker is not None and worker.generation == line.generation:
+            del self.workers[line.rank]
 
     def lose(self, code: int, last_line: str, now: float) -> tuple[bool, str]:
         """Record that its process has ended; return whether workers were lost, and the error."""
         self.is_lost = True
-        self.pids.clear()
+        self.workers.clear()
         if self._forked:
             self._lost_at = now
         if not self.remote.command:

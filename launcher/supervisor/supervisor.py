@@ -78,7 +78,7 @@ class Supervisor:
     @property
     def over(self) -> bool:
         """Whether there is nothing left to wait for."""
-        running = any(agent.pids for agent in self._agents)
+        running = any(agent.workers for agent in self._agents)
         return self._ended or (self.verdict is not None and not running)
 
     @property
@@ -274,7 +274,7 @@ class Supervisor:
             case lines.Forked():
                 agent.forked(line)
             case lines.WorkerExited():
-                agent.pids.pop(line.rank, None)
+                agent.exited(line)
                 self._send(line)
             case lines.CannotStart() | lines.SaveRequest() | lines.Starting():
                 self._send(line)
@@ -324,7 +324,7 @@ class Supervisor:
         agent = self._agents[event.agent]
         if not agent.remote.command:
             # The kernel kills the workers when their agent ends, but not the workers' children.
-            self._effects += [effects.KillGroup(pid) for pid in agent.pids.values()]
+            self._effects += [effects.KillGroup(worker.pid) for worker in agent.workers.values()]
         had_workers, text = agent.lose(event.code, event.last_line, now)
         if self._coordinator is None:
             if not (agent.hello and agent.hello.problem):  # which is why it has been ended

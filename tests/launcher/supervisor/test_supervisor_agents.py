@@ -151,7 +151,7 @@ def test_a_host_may_return_for_as_long_as_silence_is_tolerated() -> None:
     agent.hello = CheckedHello()
     agent.forked(Forked(0, 1, 77))
     assert agent.lose(-9, "", 10.0)[0]
-    assert (agent.places, agent.pids) == (0, {})
+    assert (agent.places, agent.workers) == (0, {})
     agent.restart(11.0)
     assert agent.places == 1
     assert agent.lose(255, "", 12.0) == (False, "host b is lost: it exited with status 255")

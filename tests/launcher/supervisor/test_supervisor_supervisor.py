@@ -287,6 +287,19 @@ def test_what_workers_of_this_host_started_is_killed_with_their_agent() -> None:
     assert of(job.lose(0), effects.KillGroup) == [effects.KillGroup(1000), effects.KillGroup(1001)]
 
 
+def test_a_worker_that_ends_after_its_successor_began_leaves_that_one_running() -> None:
+    """A debugger may hold a killed process."""
+    job = Scripted().running()
+    job.run_workers(job.coordinator(Restart(2, "a loss", 2)))
+    for rank in range(2):
+        job.agent(0, WorkerExited(rank, 1, -9, Position()))
+    job.coordinator(Verdict("done", 0, 3, 1.0, (), 0.5, None))
+    assert not job.supervisor.over
+    for rank in range(2):
+        job.agent(0, WorkerExited(rank, 2, 0, Position()))
+    assert job.supervisor.over
+
+
 def test_a_restart_with_fewer_stages_forks_as_many() -> None:
     job = Scripted(stages=2).running()
     found = job.coordinator(Restart(2, "a loss", 1))
