@@ -44,6 +44,7 @@ from pipeworker.worker.data.generators import (
     equal_states,
     generator_states,
     generators_of_source,
+    of_sampler,
     own_generators,
     restore_states,
     restore_stream,
@@ -294,16 +295,14 @@ class Epoch:
         """Have mini-batches read again on resume if the first one has made a generator.
 
         Without the generator at the begin of an epoch nothing could be given its state. The items
-        of a loader with processes make theirs in these.
+        of a loader with processes make theirs in these. A sampler that makes one does so again
+        when it is skipped.
         """
         in_processes = getattr(self._source, "num_workers", 0)
         if (self._by_number or self._takes_start) and not in_processes:
             known = set(map(id, self._all_generators.values()))
-            now = (
-                *own_generators(self._data).values(),
-                *generators_of_source(self._source).values(),
-            )
-            if not known.issuperset(map(id, now)):
+            now = own_generators(self._data) | generators_of_source(self._source)
+            if any(id(found) not in known and not of_sampler(name) for name, found in now.items()):
                 self._by_number = self._takes_start = False
 
     def skip(self, count: int) -> None:

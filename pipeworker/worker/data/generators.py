@@ -59,6 +59,11 @@ def generators_of_source(source: Any) -> Generators:
     return _of_objects(list(_parts(source)))
 
 
+def of_sampler(name: str) -> bool:
+    """Return whether :func:`generators_of_source` has found a generator in a sampler alone."""
+    return name.startswith(("sampler.", "batch_sampler."))
+
+
 def generators_of_loading(dataset: Any, collate: Any) -> Generators:
     """Return the generators that the loading of items may draw from, in a loader's process."""
     return _of_objects([("dataset", dataset), ("collate_fn", collate)])

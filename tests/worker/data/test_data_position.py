@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from pipeworker.errors import UsageError
 from pipeworker.worker.blame import UserCodeError
@@ -122,6 +122,30 @@ def test_items_resume_with_a_generator_that_the_first_of_them_makes(
     uncut, resumed = reader(make), reader(make)
     read(uncut, number)
     resumed.restore(round_trip(uncut.position(prefetched=False)))
+    assert equal(read(resumed, LENGTH), read(uncut, LENGTH))
+
+
+class Remade(Sampler[int]):
+    """A sampler that makes a generator in each iteration."""
+
+    def __init__(self) -> None:
+        self.generator: torch.Generator | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = torch.Generator().manual_seed(5)
+        yield from torch.randperm(LENGTH, generator=self.generator).tolist()
+
+
+@pytest.mark.parametrize("number", [1, LENGTH + 1])
+def test_items_behind_a_sampler_that_makes_its_generator_are_skipped(number: int) -> None:
+    def make() -> Any:
+        return DataLoader(Mapped(), sampler=Remade())
+
+    uncut, resumed = reader(make), reader(make)
+    read(uncut, number)
+    position = round_trip(uncut.position(prefetched=False))
+    assert "random" in position  # else they are read again
+    resumed.restore(position)
     assert equal(read(resumed, LENGTH), read(uncut, LENGTH))
 
 
