@@ -86,8 +86,7 @@ hook unpacks them."""
 sequence_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 """Returns the number of a graph's node, in the order in which a thread made them, to distinguish
 the nodes of a layer from those before it."""
-version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-"""Returns the number of changes in place that a tensor and its views have had."""
+_version: Callable[[torch.Tensor], int] = attrgetter("_version")
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 """Returns the tensor that a view is of; None if it is no view. Both have one version counter."""
 buffers_of: Callable[[nn.Module], MutableMapping[str, torch.Tensor | None]] = attrgetter("_buffers")
@@ -291,6 +290,14 @@ def put_hooks(module: nn.Module, taken: Hooks) -> None:
     """Put hooks that were taken from a module, or from the one it is a copy of, back."""
     for hooks, own in zip(_hook_dicts(module), taken, strict=False):
         hooks.update(own)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the number of changes in place that a tensor and its views have had, or 0."""
+    try:
+        return _version(tensor)
+    except RuntimeError:  # an inference tensor does not count them
+        return 0
 
 
 def storage_key(tensor: torch.Tensor) -> int:

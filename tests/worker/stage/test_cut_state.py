@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -488,6 +489,23 @@ class Kept:
         self.own = 1.0
 
 
+class Nesting:
+    """A class with another one."""
+
+    class Inner:
+        """The other one."""
+
+        factor = 1.0
+
+
+@dataclass(slots=True)
+class Slotted:
+    """A class whose objects have no dict."""
+
+    own: float = 1.0
+
+
+_SLOTTED, _IDS = Slotted(), itertools.count(1)
 _OBJECT, _NAMESPACE, _NESTED = Kept(), SimpleNamespace(factor=1.0), {"all": {"factor": 1.0}}
 _RECENT, _NUMBERS, _TENSOR = deque([1.0]), np.ones(1), torch.ones(1)
 _PYTHON, _NUMPY = random.Random(0), np.random.default_rng(0)
@@ -526,7 +544,10 @@ _count = closure()
     [
         (lambda: setattr(_OBJECT, "own", 2.0), lambda: _OBJECT.own),
         (lambda: setattr(_NAMESPACE, "factor", 2.0), lambda: _NAMESPACE.factor),
+        (lambda: setattr(_SLOTTED, "own", 2.0), lambda: _SLOTTED.own),
         (lambda: setattr(Kept, "factor", 2.0), lambda: Kept.factor),
+        (lambda: setattr(Nesting.Inner, "factor", 2.0), lambda: Nesting.Inner.factor),
+        (lambda: next(_IDS), lambda: next(_IDS)),
         (lambda: _NESTED["all"].update(factor=2.0), lambda: _NESTED["all"]["factor"]),
         (lambda: _RECENT.append(2.0), lambda: len(_RECENT)),
         (lambda: _NUMBERS.fill(2.0), lambda: float(_NUMBERS[0])),
@@ -549,6 +570,85 @@ def test_what_a_unit_leaves_within_a_global_variable_is_refused(leaves: Any, rea
     vars(module.layers[2])["uses"] = reads
     with pytest.raises(UsageError, match=r"layer 2 .* sets .*, which each stage has for itself"):
         plan_of(module, NO_TYPES, torch.randn(2, WIDTH))
+
+
+_BASE, _NOTES = torch.ones(4), np.ones(4)
+_EXPANDED, _READ_ONLY = _BASE.expand(3, 4), np.broadcast_to(_NOTES, (3, 4))
+
+
+@pytest.mark.parametrize(
+    "leaves",
+    [
+        lambda: _BASE.add_(1.0),
+        lambda: _NOTES.__iadd__(1.0),
+        lambda: setattr(_SLOTTED, "own", _SLOTTED.own + 1),
+        lambda: next(_IDS),
+    ],
+)
+def test_what_units_leave_within_a_global_variable_and_do_not_use_is_no_reason_to_refuse(
+    leaves: Any,
+) -> None:
+    module = OfCommon()
+    for layer in module.layers:
+        vars(layer)["uses"] = lambda: (leaves(), 1.0)[1]
+    assert len(plan_of(module, NO_TYPES, torch.randn(2, WIDTH))) == 3
+    assert _BASE.equal(torch.ones(4))
+    assert _NOTES.tolist() == [1.0] * 4
+
+
+_CALLED: list[str] = []
+
+
+class Lazy(OrderedDict[str, Any]):
+    """Makes a value when one is asked for, as the activations of transformers."""
+
+    def __getitem__(self, key: str) -> Any:
+        _CALLED.append(key)
+        return object()
+
+
+class Forwarding:
+    """Looks up attributes in a dict."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self) -> None:
+        self.inner: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        _CALLED.append(name)
+        return self.inner[name]
+
+
+class Symbolic(type):
+    """A metaclass whose classes are compared otherwise."""
+
+    def __eq__(cls, other: object) -> bool:
+        raise RuntimeError("no truth value")
+
+    def __hash__(cls) -> int:
+        return 1
+
+
+class Variable(metaclass=Symbolic):
+    """One of these classes."""
+
+
+_LAZY, _SYSTEM = Lazy(tanh=1), random.SystemRandom()
+_FORWARDING = Forwarding()
+_FUNCTIONS = np.array([lambda: 1, None], dtype=object)
+with torch.inference_mode():
+    _TABLES = {"all": torch.ones(1)}
+
+
+def test_the_search_of_global_variables_calls_no_function_of_them() -> None:
+    _CALLED.clear()  # pytest looks for tests
+    module = OfCommon()
+    for layer in module.layers:
+        vars(layer)["uses"] = lambda: 1.0
+    vars(module)["held"] = _FUNCTIONS
+    assert len(plan_of(module, NO_TYPES, torch.randn(2, WIDTH))) == 3
+    assert not _CALLED
 
 
 _RESET: ContextVar[float] = ContextVar("factor", default=1.0)

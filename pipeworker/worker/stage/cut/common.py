@@ -46,19 +46,15 @@ class CommonVariables:
         self._owners: list[Any] = [*kinds, *filter(None, files)]
         self._search = Search({one.__name__ for one in files if one is not None})
         # A class that is no module's, and a function that keeps something, are owned as well.
+        owned = {*map(id, kinds)}
+        for owner in self._owners:  # also a class within a class
+            for one in [*vars(owner).values()]:
+                if self._is_class(one) and id(one) not in owned:
+                    owned.add(id(one))
+                    self._owners.append(one)
         found = [value for owner in self._owners for value in [*vars(owner).values()]]
-        self._owners += {
-            id(one): one
-            for one in found
-            if isinstance(one, type)
-            and one not in kinds
-            and not issubclass(one, nn.Module)
-            and one.__module__ in self._search.modules
-        }.values()
         self._keeping = {
-            id(one)
-            for one in (value for owner in self._owners for value in [*vars(owner).values()])
-            if isinstance(one, _FUNCTIONS) and self._keeps(one)
+            id(one) for one in found if isinstance(one, _FUNCTIONS) and self._keeps(one)
         }
         self._caches = [
             one for one in found if isinstance(one, _Cache) and not one.cache_info().currsize
@@ -83,6 +79,10 @@ class CommonVariables:
             if not name.startswith("__") and self._is_watched(value)
         }
         return self._last
+
+    def _is_class(self, value: Any) -> bool:
+        is_other = isinstance(value, type) and not issubclass(value, nn.Module)
+        return is_other and value.__module__ in self._search.modules
 
     def _is_watched(self, value: Any) -> bool:
         if isinstance(value, _VALUES) or id(value) in self._keeping:

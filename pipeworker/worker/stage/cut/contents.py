@@ -6,12 +6,12 @@ import itertools
 import pickle
 import random
 import zlib
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
-from types import CellType, FunctionType, MethodType, SimpleNamespace
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,11 +29,54 @@ _LARGEST = 1 << 16
 """The bytes of a tensor or an array up to which its numbers are put back."""
 _Pair = tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]
 """Classes of objects, what returns a copy of what one holds, and what puts that back."""
+_CONTAINERS: tuple[Any, ...] = (list, tuple, deque, OrderedDict, dict, set)
+
+
+def _base_of(container: Any) -> Any:
+    """Return the class whose methods a container is read by: those of a user may do more."""
+    return next(kind for kind in _CONTAINERS if isinstance(container, kind))
+
+
+def _of_dict(one: dict[Any, Any]) -> dict[Any, Any]:
+    return dict(_base_of(one).items(one))
+
+
+def _of_items(one: Any) -> list[Any]:
+    return [*_base_of(one).__iter__(one)]
 
 
 def _put_all(one: Any, items: Any) -> None:
-    one.clear()
-    (one.extend if isinstance(one, (list, deque)) else one.update)(items)
+    kind = _base_of(one)
+    kind.clear(one)
+    if isinstance(one, dict):
+        for key, value in items.items():
+            kind.__setitem__(one, key, value)
+    else:
+        (kind.update if isinstance(one, set) else kind.extend)(one, items)
+
+
+def dict_of(value: Any) -> dict[str, Any] | None:
+    """Return the attributes that an object has beside its slots, without a method of its class."""
+    with suppress(AttributeError):  # it has slots alone
+        found: dict[str, Any] = object.__getattribute__(value, "__dict__")
+        return found
+    return None
+
+
+def slots_of(value: Any) -> list[tuple[MemberDescriptorType, Any]]:
+    """Return the slots of an object that have values, and these."""
+    found = []
+    for kind in map(vars, type(value).__mro__):
+        for slot in kind.values() if "__slots__" in kind else ():  # else it is a class of C
+            if isinstance(slot, MemberDescriptorType):
+                with suppress(AttributeError):  # it has no value
+                    found.append((slot, slot.__get__(value)))
+    return found
+
+
+def _put_slots(one: Any, slots: list[tuple[MemberDescriptorType, Any]]) -> None:
+    for slot, value in slots:
+        slot.__set__(one, value)
 
 
 def _of_cell(cell: CellType) -> list[Any]:
@@ -60,7 +103,9 @@ def _put_variable(variable: ContextVar[Any], content: list[Any]) -> None:
 
 def _of_tensor(tensor: torch.Tensor) -> list[torch.Tensor]:
     is_plain = is_dense(tensor) and not is_fake(tensor) and not tensor.is_inference()
-    return [tensor.detach().clone()] if is_plain and tensor.nbytes <= _LARGEST else []
+    if not is_plain or tensor.nbytes > _LARGEST or 0 in tensor.stride():  # an expanded one
+        return []
+    return [tensor.detach().clone()]
 
 
 def _put_tensor(tensor: torch.Tensor, content: list[torch.Tensor]) -> None:
@@ -70,7 +115,8 @@ def _put_tensor(tensor: torch.Tensor, content: list[torch.Tensor]) -> None:
 
 
 def _of_array(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    return [array.copy()] if array.nbytes <= _LARGEST else []
+    is_plain = array.flags.writeable and not array.dtype.hasobject
+    return [array.copy()] if is_plain and array.nbytes <= _LARGEST else []
 
 
 def _put_array(array: np.ndarray[Any, Any], content: list[np.ndarray[Any, Any]]) -> None:
@@ -79,9 +125,8 @@ def _put_array(array: np.ndarray[Any, Any], content: list[np.ndarray[Any, Any]])
 
 
 _HOLDERS: tuple[_Pair, ...] = (
-    (dict, dict, _put_all),
-    ((list, deque), list, _put_all),
-    (set, set, _put_all),
+    (dict, _of_dict, _put_all),
+    ((list, deque, set), _of_items, _put_all),
     (CellType, _of_cell, _put_cell),
     (ContextVar, _of_variable, _put_variable),
     (torch.Tensor, _of_tensor, _put_tensor),
@@ -98,12 +143,12 @@ _GENERATORS: tuple[_Pair, ...] = (
     (np.ndarray, _of_array, _put_array),
 )
 _PAIRS = (*_HOLDERS, *_GENERATORS)
-MUTABLE: tuple[Any, ...] = (dict, list, deque, set, ContextVar, SimpleNamespace)
-MUTABLE += tuple(kind for kind, _, _ in _GENERATORS)
+_NUMBERED = (*(kind for kind, _, _ in _GENERATORS), itertools.count)
+MUTABLE: tuple[Any, ...] = (dict, list, deque, set, ContextVar, SimpleNamespace, *_NUMBERED)
 """Classes whose objects may hold something else later."""
-_HOLDING, _NUMBERED = (*MUTABLE, CellType), (*(kind for kind, _, _ in _GENERATORS), itertools.count)
-Contents = list[tuple[Any, Any]]
-"""Objects, each with a copy of what it holds."""
+_HOLDING = (*MUTABLE, CellType)
+Contents = list[tuple[Callable[[Any], None], Any]]
+"""For objects, what puts back what each holds, and a copy of that."""
 
 
 def number_of(value: Any) -> int | None:
@@ -124,15 +169,21 @@ def number_of(value: Any) -> int | None:
 
 def contents_of(objects: list[Any]) -> Contents:
     """Return objects with copies of what they hold."""
-    return [(one, get(one)) for one in objects for kind, get, _ in _PAIRS if isinstance(one, kind)]
+    contents: Contents = []
+    for one in objects:
+        if slots := slots_of(one):
+            contents.append((partial(_put_slots, one), slots))
+        for kind, get, put in _PAIRS:
+            if isinstance(one, kind):
+                with suppress(NotImplementedError):  # a generator of the system's has no state
+                    contents.append((partial(put, one), get(one)))
+    return contents
 
 
 def put_back(contents: Contents) -> None:
     """Put back what objects held."""
-    for one, content in contents:
-        for kind, _, put in _PAIRS:
-            if isinstance(one, kind):
-                put(one, content)
+    for put, content in contents:
+        put(content)
 
 
 class Search:
@@ -166,17 +217,19 @@ class Search:
                 shown.append(version_of(one))
             elif id(one) not in searched:
                 searched.add(id(one))
-                if isinstance(one, _HOLDING):
+                if isinstance(one, _HOLDING) or (self.is_object(one) and slots_of(one)):
                     objects.append(one)
                     shown.append(number_of(one))
                 waiting += reversed([*self._items(one)])
         return shown, objects
 
     def _items(self, one: Any) -> Iterator[Any]:
-        if isinstance(one, (list, tuple, deque, dict, set)):
-            yield len(one)
-            if len(one) <= _MOST and not isinstance(one, set):
-                yield from [*one, *one.values()] if isinstance(one, dict) else one
+        if isinstance(one, _CONTAINERS):
+            size = _base_of(one).__len__(one)
+            yield size
+            if size <= _MOST and not isinstance(one, set):
+                yield from _of_items(one)
+                yield from _of_dict(one).values() if isinstance(one, dict) else ()
         elif isinstance(one, FunctionType):
             yield from one.__defaults__ or ()
             yield from (one.__kwdefaults__ or {}).values()
@@ -196,8 +249,5 @@ class Search:
         elif isinstance(one, property):
             yield from (one.fget, one.fset)
         elif self.is_object(one):
-            yield getattr(one, "__dict__", None)
-            for kind in type(one).__mro__:
-                slots = vars(kind).get("__slots__", ())
-                for name in (slots,) if isinstance(slots, str) else slots:
-                    yield getattr(one, name, None)
+            yield dict_of(one)
+            yield from (value for _, value in slots_of(one))

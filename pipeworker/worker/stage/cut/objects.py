@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeworker.worker.stage.cut.contents import number_of
+from pipeworker.worker.stage.cut.contents import dict_of, number_of, slots_of
 from pipeworker.worker.transport.structure import PLAIN_TYPES
 
 _ENDS = (*PLAIN_TYPES, type, ModuleType, nn.Module, torch.Tensor)
@@ -64,11 +64,8 @@ def _items(value: Any) -> Iterator[Any]:
         yield value.__self__
     elif isinstance(value, partial):
         yield from (value.func, value.args, value.keywords)
-    yield from _pairs(getattr(value, "__dict__", {}).items())
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            yield getattr(value, name, None)
+    yield from _pairs((dict_of(value) or {}).items())
+    yield from (one for _, one in slots_of(value))
 
 
 def _pairs(items: Iterable[tuple[Any, Any]]) -> Iterator[Any]:
