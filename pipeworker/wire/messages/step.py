@@ -54,8 +54,9 @@ class StepDone:
             weights in place while they were copied, or because the host that mirrors it has not
             stored it; -1 for none.
         data_seconds: seconds spent reading the next mini-batch, part of `busy`.
-        borrowed: in the first step, uses of parameters that no layer of this worker has.
-        notes: in the first step, hints for the user about what layers do.
+        borrowed: uses of parameters that no layer of this worker has, in forwards 1, 2, 4, ... of a
+            stage.
+        notes: hints for the user about what layers do, from the first forward of each.
         leading: the layer of the parameter that has `learning_rate`, and its number in the layer.
     """
 
