@@ -505,7 +505,7 @@ class Slotted:
     own: float = 1.0
 
 
-_SLOTTED, _IDS = Slotted(), itertools.count(1)
+_SLOTTED, _IDS, _MANY = Slotted(), itertools.count(1), dict.fromkeys(range(1000), 1.0)
 _OBJECT, _NAMESPACE, _NESTED = Kept(), SimpleNamespace(factor=1.0), {"all": {"factor": 1.0}}
 _RECENT, _NUMBERS, _TENSOR = deque([1.0]), np.ones(1), torch.ones(1)
 _PYTHON, _NUMPY = random.Random(0), np.random.default_rng(0)
@@ -549,6 +549,7 @@ _count = closure()
         (lambda: setattr(Nesting.Inner, "factor", 2.0), lambda: Nesting.Inner.factor),
         (lambda: next(_IDS), lambda: next(_IDS)),
         (lambda: _NESTED["all"].update(factor=2.0), lambda: _NESTED["all"]["factor"]),
+        (lambda: _MANY.update({999: 2.0}), lambda: _MANY[999]),
         (lambda: _RECENT.append(2.0), lambda: len(_RECENT)),
         (lambda: _NUMBERS.fill(2.0), lambda: float(_NUMBERS[0])),
         (lambda: _TENSOR.fill_(2.0), lambda: _TENSOR),

@@ -204,23 +204,22 @@ class Search:
 
     def of(self, value: Any) -> tuple[list[Any], list[Any]]:
         """Return what shows a change of a value, and the objects that may hold something else."""
-        shown: list[Any] = []
+        shown: list[Any] = [value]
         objects: list[Any] = []
         waiting, searched = [value], set[int]()
         while waiting and len(shown) <= _MOST:
             one = waiting.pop()
-            shown.append(one)
-            if isinstance(one, _ENDS):
-                continue
             if isinstance(one, torch.Tensor):
                 objects.append(one)
                 shown.append(version_of(one))
-            elif id(one) not in searched:
+            elif not isinstance(one, _ENDS) and id(one) not in searched:
                 searched.add(id(one))
                 if isinstance(one, _HOLDING) or (self.is_object(one) and slots_of(one)):
                     objects.append(one)
                     shown.append(number_of(one))
-                waiting += reversed([*self._items(one)])
+                items = [*self._items(one)]
+                shown += items
+                waiting += [item for item in reversed(items) if type(item) not in _ENDS]
         return shown, objects
 
     def _items(self, one: Any) -> Iterator[Any]:

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from operator import is_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -44,8 +43,9 @@ def bytes_of(value: Any) -> int | None:
 def is_same(left: list[Any], right: list[Any]) -> bool:
     """Return whether two lists hold the same objects, or equal plain values."""
     return len(left) == len(right) and all(
-        is_(a, b) or (type(a) is type(b) and isinstance(a, PLAIN_TYPES) and a == b)
+        type(a) is type(b) and isinstance(a, PLAIN_TYPES) and a == b
         for a, b in zip(left, right, strict=True)
+        if a is not b
     )
 
 
