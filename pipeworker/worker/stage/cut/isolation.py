@@ -10,7 +10,7 @@ run of the forward checks what has changed since the unit's own last call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from pipeworker.worker.stage.cut.trace import Call, Recording
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 """The attributes in which each module keeps its parameters, buffers, modules and hooks; and the one
 that gets the calls of a hollow unit."""
+_MOST_DEPARTURES = 8
+"""Layers behind which a forward is left at most."""
 _Held = dict[str, list[Any]]
 """By the path of an attribute, the objects that it holds, and the versions of its tensors."""
 
@@ -110,6 +112,43 @@ class Isolation:
                 "or cut the model by hand, as a list of layers"
             )
         self.note_call(name, unit.unit, common)
+
+
+class Departures:
+    """The attributes around the units of a module, and the common variables, behind each layer.
+
+    A stage's next forward begins where it leaves one: a forward that sets a flag before some units
+    and resets it behind them never resets it on a stage that ends between them.
+    """
+
+    def __init__(
+        self, module: nn.Module, units: Collection[nn.Module], common: CommonVariables
+    ) -> None:
+        inside = {id(one) for unit in units for one in unit.modules()}
+        self._around = [(n, one) for n, one in module.named_modules() if id(one) not in inside]
+        self._common = common
+        self._behind: list[dict[Any, list[Any]]] = []
+
+    def note(self) -> None:
+        """Note what they hold behind a layer, or, in the end, behind the forward."""
+        self._behind.append(held_by_modules(self._around) | self._common.shown())
+
+    def layers(self) -> list[int]:
+        """Return the layers behind which they hold something else than behind the forward."""
+        of_units = self._common.changed
+        *behind, end = (
+            {key: value for key, value in held.items() if key not in of_units}
+            for held in self._behind
+        )
+        found: list[int] = []
+        known = [end]
+        for layer, held in enumerate(behind[:-1]):
+            if len(found) < _MOST_DEPARTURES and all(
+                changed_path(one, held) is not None for one in known
+            ):
+                found.append(layer)
+                known.append(held)
+        return found
 
 
 def changed_path(before: _Held, now: _Held) -> str | None:

@@ -44,10 +44,9 @@ from pipeworker.worker.stage.cut.calls import (
 )
 from pipeworker.worker.stage.cut.common import CommonVariables
 from pipeworker.worker.stage.cut.containers import Held, effects_since, held_by, restore
-from pipeworker.worker.stage.cut.departures import Departures
 from pipeworker.worker.stage.cut.guards import Guards, refused
 from pipeworker.worker.stage.cut.inner_hooks import Heard, hooked_in, tell
-from pipeworker.worker.stage.cut.isolation import Isolation
+from pipeworker.worker.stage.cut.isolation import Departures, Isolation
 from pipeworker.worker.stage.cut.plan import INPUT, CutPlan, Number
 from pipeworker.worker.stage.cut.shapes import HollowUnit
 from pipeworker.worker.stage.cut.trace import Call, Recording, Trace, is_object
