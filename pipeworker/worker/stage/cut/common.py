@@ -36,6 +36,7 @@ class CommonVariables:
 
     Attributes:
         changed: those that units have changed, and their states before.
+        last: the states of all when they were last searched.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -59,8 +60,10 @@ class CommonVariables:
         self._caches = [
             one for one in found if isinstance(one, _Cache) and not one.cache_info().currsize
         ]
+        self._kinds: dict[type, bool] = {}
+        """Whether values of a class are watched, by class."""
         self.changed: States = {}
-        self._last: States = {}
+        self.last: States = {}
         self._first = self._begun = self.states()
 
     def begin(self) -> None:
@@ -72,22 +75,23 @@ class CommonVariables:
 
         A variable that has not changed has the state of before: a copy of its value may be large.
         """
-        self._last = {
-            (owner, name): self._state(value, self._last.get((owner, name)))
+        self.last = {
+            (owner, name): self._state(value, self.last.get((owner, name)))
             for owner in self._owners
             for name, value in [*vars(owner).items()]
             if not name.startswith("__") and self._is_watched(value)
         }
-        return self._last
+        return self.last
 
     def _is_class(self, value: Any) -> bool:
         is_other = isinstance(value, type) and not issubclass(value, nn.Module)
         return is_other and value.__module__ in self._search.modules
 
     def _is_watched(self, value: Any) -> bool:
-        if isinstance(value, _VALUES) or id(value) in self._keeping:
-            return True
-        return self._search.is_object(value)
+        kind = type(value)
+        if kind not in self._kinds:
+            self._kinds[kind] = isinstance(value, _VALUES) or self._search.is_object(value)
+        return self._kinds[kind] or id(value) in self._keeping
 
     def _keeps(self, function: Any) -> bool:
         """Return whether a function keeps something that may change, as a default value."""

@@ -52,11 +52,11 @@ class Isolation:
         """Return the path of an attribute of a unit that is not as it was, if there is one."""
         return changed_path(self._before[name], _held_by(unit))
 
-    def note_call(self, name: str, unit: nn.Module, common: CommonVariables) -> None:
-        """Note what a unit and the variables that units share hold when a call of it ends."""
+    def note_call(self, name: str, unit: nn.Module, states: States) -> None:
+        """Note what a unit holds, and the states of common variables, as a call of it ends."""
         _, count = self._after.get(name, ({}, 0))
         self._after[name] = _held_by(unit), count + 1
-        self._common[name] = common.states()
+        self._common[name] = states
 
     def calls_of_fresh(
         self, name: str, args: Any, kwargs: Any, *, again: bool = False
@@ -111,7 +111,7 @@ class Isolation:
                 "next forward, and each stage has one of its own; pass the value as an argument, "
                 "or cut the model by hand, as a list of layers"
             )
-        self.note_call(name, unit.unit, common)
+        self.note_call(name, unit.unit, common.states())
 
 
 class Departures:

@@ -451,5 +451,5 @@ class Planning:
             if changed is None:
                 what = f"sets {common}, which each stage has for itself"
             raise self._guards.refused(f"or another layer {what}", "pass the value as an argument")
-        self.isolation.note_call(name, unit.unit, self.common)
+        self.isolation.note_call(name, unit.unit, self.common.last)
         return made
