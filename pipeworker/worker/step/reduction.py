@@ -7,8 +7,8 @@ stay bitwise equal.
 
 Buffers that a forward changes take the values of replica 0, as under DDP's ``broadcast_buffers``.
 Weights that differ between replicas are not made equal: an error reports them. They are compared
-before updates 1, 2, 4, 8, ..., in the step that follows a checkpoint, and in the last
-step if its number is known.
+before updates 1, 2, 4, 8, ..., in the step that follows a checkpoint, and in the last step if its
+number is known.
 Deferred batch norm takes the micro-batches of all replicas into account, in their order.
 """
 
@@ -291,7 +291,7 @@ class _Buffers:
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._mini_batches = 0
         self._checksums: list[tuple[int, ...]] = []
-        """Those of the large buffers before a mini-batch that is looked at; else empty."""
+        """Checksums of the large buffers before a mini-batch that compares them; else empty."""
         self._untraced: set[Slot] = set()
         """Large buffers that a forward changes without a trace in their version."""
         self._is_needed = False

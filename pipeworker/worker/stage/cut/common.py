@@ -23,7 +23,7 @@ from pipeworker.worker.transport.structure import PLAIN_TYPES
 Variable = tuple[Any, str]
 """A class or a module of Python, and a name in it."""
 _State = tuple[list[Any], Any, Contents]
-"""What shows a change of a value, the value, and copies of what its objects hold."""
+"""The objects that show a change of a value, the value, and copies of the contents of objects."""
 States = dict[Variable, _State]
 _VALUES = (*PLAIN_TYPES, *MUTABLE, tuple, torch.Tensor)
 _FUNCTIONS = (FunctionType, MethodType, staticmethod, classmethod, property, partial)

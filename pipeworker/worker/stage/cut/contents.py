@@ -1,4 +1,4 @@
-"""What objects hold that code may change: it is compared, and put back."""
+"""The contents of objects, which code may change: they are compared, and put back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ENDS = (*PLAIN_TYPES, type)
 _LARGEST = 1 << 16
 """The bytes of a tensor or an array up to which its numbers are put back."""
 _Pair = tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]
-"""Classes of objects, what returns a copy of what one holds, and what puts that back."""
+"""Classes of objects, a function that copies the content of one, and one that puts it back."""
 _CONTAINERS: tuple[Any, ...] = (list, tuple, deque, OrderedDict, dict, set)
 
 

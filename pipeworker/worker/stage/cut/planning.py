@@ -98,7 +98,7 @@ class Planning:
         self._changes: list[tuple[int, int, str]] = []
         self.common = common
         self._caught: UsageError | None = None
-        """What to raise if the forward catches what a unit has raised."""
+        """The error to raise if the forward catches an error that a unit has raised."""
         self._unit = ""  # that is called, or was called last when the forward has ended
 
     def run(

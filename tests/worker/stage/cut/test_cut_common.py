@@ -1,4 +1,4 @@
-"""What units of a cut module leave within classes and global variables, which each stage has."""
+"""State that units of a cut module leave within classes and global variables."""
 
 from __future__ import annotations
 
