@@ -60,8 +60,8 @@ class CommonVariables:
         self._caches = [
             one for one in found if isinstance(one, _Cache) and not one.cache_info().currsize
         ]
-        self._kinds: dict[type, bool] = {}
-        """Whether values of a class are watched, by class."""
+        self._kinds: dict[int, tuple[type, bool]] = {}
+        """Classes, and whether their values are watched, by the id of the class."""
         self.changed: States = {}
         self.last: States = {}
         self._first = self._begun = self.states()
@@ -84,14 +84,18 @@ class CommonVariables:
         return self.last
 
     def _is_class(self, value: Any) -> bool:
+        """Return whether a value is a class that is owned; one with a hash of its own is not."""
+        kind: Any = type(value)
+        is_usual = kind.__hash__ is type.__hash__
         is_other = isinstance(value, type) and not issubclass(value, nn.Module)
-        return is_other and value.__module__ in self._search.modules
+        return is_other and is_usual and value.__module__ in self._search.modules
 
     def _is_watched(self, value: Any) -> bool:
         kind = type(value)
-        if kind not in self._kinds:
-            self._kinds[kind] = isinstance(value, _VALUES) or self._search.is_object(value)
-        return self._kinds[kind] or id(value) in self._keeping
+        if id(kind) not in self._kinds:  # a class may have a hash of its own, or none
+            is_watched = isinstance(value, _VALUES) or self._search.is_object(value)
+            self._kinds[id(kind)] = kind, is_watched
+        return self._kinds[id(kind)][1] or id(value) in self._keeping
 
     def _keeps(self, function: Any) -> bool:
         """Return whether a function keeps something that may change, as a default value."""

@@ -300,6 +300,22 @@ class Variable(metaclass=Symbolic):
     """One of these classes."""
 
 
+class Unhashable(type):
+    """A metaclass whose classes have no hash."""
+
+    def __eq__(cls, other: object) -> bool:
+        raise RuntimeError("no truth value")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Term(metaclass=Unhashable):
+    """One of these classes."""
+
+
+_TERM = Term()
+
+
 _LAZY, _SYSTEM = Lazy(tanh=1), random.SystemRandom()
 _FORWARDING = Forwarding()
 _FUNCTIONS = np.array([lambda: 1, None], dtype=object)
