@@ -221,10 +221,9 @@ class Options:
         if isinstance(self.balance, tuple):
             check_entries(self.balance, stages)
         if self.memory is not None and len(self.memory) not in (1, self.stages):
-            sizes = ",".join(map(str, self.memory))
             raise UsageError(
-                f"--memory {sizes}: has {len(self.memory)} sizes, and a replica has {self.stages} "
-                "workers; write one size for all of them, or one for each"
+                f"--memory has {len(self.memory)} sizes, and a replica has {self.stages} workers; "
+                "write one size for all of them, or one for each"
             )
 
     def _check_written(self) -> None:

@@ -145,11 +145,12 @@ def _text(facts: Mapping[str, Any]) -> Iterable[str]:
     first, points = facts["first_difference"], facts["curves"]["loss"]
     if points:
         yield ""
-        yield (
-            "the losses of all steps that both have done are equal"
-            if first is None
-            else f"the losses are equal before step {first}, and differ there"
-        )
+        if first is not None:
+            yield f"the losses are equal before step {first}, and differ there"
+        elif all(None in point["values"] for point in points):
+            yield "no step was done by both"
+        else:
+            yield "the losses of all steps that both have done are equal"
     for name, curve in facts["curves"].items():
         if curve:
             yield ""

@@ -163,7 +163,8 @@ def _column(name: str, where: str) -> _Column:
         return _Column(lambda run: (run.best or {}).get(figure), number, right=True)
     known = [*_COLUMNS, *map(hyphened, OPTION_NAMES)]
     meant = get_close_matches(name, known, 1)
-    advice = f"did you mean {meant[0]}?" if meant else f"use {', '.join(_COLUMNS)}, or an option"
+    names = f"{', '.join(_COLUMNS)}, evaluation.NAME or an option"
+    advice = f"did you mean {meant[0]}?" if meant else f"use {names}"
     raise UsageError(f"{where} {name}: no such column; {advice}")
 
 

@@ -143,6 +143,8 @@ def _replanned(
         planned = _plan(facts, replace(request, schedule=name, virtual_stages=None))
         if planned is not None:
             option = f"--schedule {name}"
+            if request.virtual_stages is not None:  # the command line has one for its schedule
+                option += f" --virtual-stages {ORDERS[name].virtual_stages}"
             faster = gain(planned)
             reason = f"fill and drain of the schedule take {lost:.0%} of a step"
             if faster * (1 - lost) > LEAST:  # its stages are more even too

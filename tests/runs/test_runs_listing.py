@@ -128,7 +128,9 @@ def test_a_list_is_sorted_and_has_the_columns_that_are_asked_for(folder: Path) -
     listed = run("list", "--json", "--sort", "-started").splitlines()
     assert [json.loads(line)["run"] for line in listed] == ["runs/c", "runs/b", "runs/a"]
     assert refused("list", "--sort", "los") == "--sort los: no such column; did you mean loss?"
-    assert refused("list", "--columns", "x!").startswith("--columns x!: no such column; use run, ")
+    unknown = refused("list", "--columns", "x!")
+    assert unknown.startswith("--columns x!: no such column; use run, ")
+    assert unknown.endswith(", evaluation.NAME or an option")
     assert refused("list", "--json", "--columns", "run").startswith("--columns: the objects of")
 
 
@@ -157,6 +159,8 @@ def test_two_runs_are_compared(folder: Path) -> None:
     assert found["results"]["best_evaluation"] == [0.6, None]
     assert found["curves"]["loss"][0] == {"step": 1, "values": [0.9, 0.9]}
     assert found["curves"]["loss"][-1] == {"step": 4, "values": [0.6, None]}
+    (folder / "runs" / "c" / "metrics.jsonl").unlink()
+    assert "no step was done by both" in run("compare", "runs/a", "runs/c")
     assert refused("compare", "runs/a", "runs").endswith("give one that has a run.json")
     record = json.loads(Path("runs/b/run.json").read_text())
     record["options"]["epochs"] = 3

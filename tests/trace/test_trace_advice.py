@@ -59,6 +59,10 @@ def test_an_idle_schedule_is_replaced() -> None:
     advice = advise(facts, PlanRequest("gpipe", 4, 16, "never"), even, found, 2)
     assert advice.option in ("--schedule zb-h1", "--schedule zbv", "--schedule dualpipev")
     assert advice.gain > 1.1
+    typed = PlanRequest("gpipe", 4, 16, "never", virtual_stages=1)
+    virtual_stages = ORDERS[advice.option.split()[1]].virtual_stages
+    both = f"{advice.option} --virtual-stages {virtual_stages}"
+    assert advise(facts, typed, even, found, 2).option == both
 
 
 def test_a_schedule_that_evens_the_stages_is_advised_for_that() -> None:
