@@ -55,8 +55,11 @@ def torch_version() -> str | None:
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    version: str = runpy.run_path(str(Path(spec.origin).with_name("version.py")))["__version__"]
-    return version
+    try:
+        found = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    except FileNotFoundError:  # another module has the name
+        return None
+    return str(found["__version__"])
 
 
 def facts() -> dict[str, Any]:

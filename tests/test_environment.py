@@ -42,6 +42,15 @@ def test_the_version_of_a_torch_that_is_not_there_is_none(
     assert torch_version() is None
 
 
+def test_another_module_with_the_name_of_torch_has_no_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").touch()
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert torch_version() is None
+
+
 @pytest.fixture
 def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a job file outside of any repository."""

@@ -322,6 +322,13 @@ def main() -> int:
         return 0
     with reported_progress(lambda seconds: _send(lines.Starting(seconds))):
         # For its effect, and by name: a linter removes an import that nothing refers to.
+        try:
+            importlib.import_module("torch")
+        except Exception as error:  # of a library that it needs, or of a file with its name
+            sys.exit(
+                f"{socket.gethostname()}: torch cannot be imported: {type(error).__name__}: "
+                f"{error}; {sys.executable} -c 'import torch' shows where"
+            )
         for name in ("process", "model.survey_process", "data.reader_process"):
             importlib.import_module(f"pipeworker.worker.{name}")
         importlib.import_module("pipeworker.worker.internals").preload()

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 from pipeworker.host.agent import unreachable_reason
 from pipeworker.wire.lines import Fork
@@ -73,3 +74,18 @@ def test_an_agent_whose_launcher_has_ended_imports_nothing() -> None:
     agent = subprocess.run(words, stdin=reads, capture_output=True, text=True, timeout=60)
     os.close(reads)
     assert (agent.stdout, agent.stderr) == ("0 False\n", "")
+
+
+def test_a_torch_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot be opened')")
+    words = [sys.executable, "-c", ORPHAN]
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    reads, writes = os.pipe()  # its end would say that the launcher has ended
+    agent = subprocess.run(words, stdin=reads, env=path, capture_output=True, text=True, timeout=60)
+    os.close(reads)
+    os.close(writes)
+    assert agent.returncode == 1
+    assert agent.stderr == (
+        f"{socket.gethostname()}: torch cannot be imported: OSError: libcudart.so.13: cannot be "
+        f"opened; {sys.executable} -c 'import torch' shows where\n"
+    )
