@@ -33,7 +33,7 @@ from pipeworker.worker.stage.skips import StageSkips
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.step.first_sample import check_figures
 from pipeworker.worker.step.wiring import Wiring
-from pipeworker.worker.update.independence import note_of
+from pipeworker.worker.update.independence import note_of, note_on_draws
 from pipeworker.worker.update.optimizers import StageOptimizers
 from pipeworker.worker.update.ties import Ties
 from pipeworker.worker.update.update import Updater
@@ -50,6 +50,7 @@ class LocalStages:
         existing: the parameters that layers train, and that existed before a callable built them.
         cached: functions of the job that keep parameters which were built with these layers.
         borrowing: has found uses of parameters that no layer of this worker has.
+        is_part: whether other workers, or other stages of this one, update other parameters.
         unmatched: number of names of ``--init-from`` without a counterpart.
         adapters: what makes peft's own folder of the model's weights, if it has adapters.
         resources: closes the stages, which restores the modules' settings.
@@ -63,6 +64,7 @@ class LocalStages:
     existing: tuple[Existing, ...]
     cached: tuple[Cached, ...]
     borrowing: Borrowing
+    is_part: bool
     unmatched: int
     adapters: Mapping[str, Any] | None
     resources: ExitStack
@@ -106,7 +108,10 @@ class LocalStages:
     def apply(self, update: Update) -> None:
         """Apply the gradients to the weights of all stages."""
         for updater in self.updaters.values():
+            is_known = updater.draws is not None
             updater.apply(update)
+            if updater.draws and not is_known and self.is_part:
+                self.borrowing.notes += map(note_on_draws, updater.optimizers.all)
 
     def share_weights(self, wiring: Wiring) -> None:
         """Exchange the updated weights with the other replicas, each of which updates a part."""
@@ -168,6 +173,7 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
     ties: dict[int, Ties] = {}
     config = StageConfig.of(options, loaded.device)
     copies = Copies() if accelerator is None else StreamCopies(accelerator)
+    is_part = role.placement.stages > 1 or role.shards
     with ExitStack() as resources:
         if options.compile:
             resources.enter_context(reporting_compilation(tracker))
@@ -201,7 +207,7 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
                 initial.load(state, user_code)
             tracker.set(Phase.UPDATE)
             made = updaters[part.stage] = _updater(stage, loaded, ties_of, plan.steps)
-            if role.placement.stages > 1 or role.shards:
+            if is_part:
                 model.borrowing.notes += filter(None, map(note_of, made.optimizers.all))
         aliases = {
             names.of_numbered(name): names.of_numbered(tie.names[0])
@@ -217,7 +223,7 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
                 streams.note(f"warning: --init-from {options.init_from}: {initial.diff.summary()}")
         return LocalStages(
             *(names, stages, updaters, ties, aliases, tuple(model.existing), model.cached),
-            *(model.borrowing, unmatched),
+            *(model.borrowing, is_part, unmatched),
             model.adapters() if 0 in stages else None,
             resources.pop_all(),
         )

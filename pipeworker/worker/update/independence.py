@@ -35,6 +35,15 @@ def note_of(optimizer: torch.optim.Optimizer) -> str:
     )
 
 
+def note_on_draws(optimizer: torch.optim.Optimizer) -> str:
+    """Return a note for the user on an optimizer whose step draws random numbers."""
+    return (
+        f"{type(optimizer).__name__}: draws random numbers in its step, in the order of the "
+        "parameters of a stage, so the numbers depend on the number of stages; add noise to "
+        "gradients in before_update(params), whose random numbers do not"
+    )
+
+
 def _lacks_eps(group: dict[str, Any]) -> bool:
     """Return whether a group of Adafactor has parameters of several types, and no eps for them."""
     return group["eps"][0] is None and len({p.dtype for p in group["params"]}) > 1

@@ -49,6 +49,7 @@ class Updater:
         leading_place: the layer of the parameter whose group has the learning rate, and the
             parameter's number in the layer.
         shards: by replica, the parameters that it updates.
+        draws: whether the optimizer draws random numbers in its step; None before the first one.
     """
 
     def __init__(
@@ -80,6 +81,8 @@ class Updater:
         self._tracker = tracker or Tracker()
         self._is_frozen = not any(p.requires_grad for p in self._all)
         self._accelerator = next((rng.accelerator_generator(p.device) for p in self._all), None)
+        self._stream = rng.Stream(self._accelerator)
+        self.draws: bool | None = None
         self.shards, own = [self.parameters], self.parameters
         self._apart: list[nn.Parameter] = []
         """Frozen parameters, which the replicas would update apart from each other."""
@@ -159,7 +162,10 @@ class Updater:
             if self.optimizers.all:
                 # For an optimizer that draws random numbers: an evaluation before must not matter.
                 self._seed_all(update.step, _NO_LAYER)
+                before = self._stream.states() if self.draws is None else None
                 self.optimizers.step()
+                if before is not None:
+                    self.draws = rng.have_drawn(before, self._stream.states())
         if update.epoch_ended or not self._by_epoch:
             self.optimizers.step_schedulers()
         self.clear()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from pipeworker.worker.update.independence import combines_parameters, note_of
+from support.real_jobs.jobs import Jobs
 
 PACKAGE = """
 import torch
@@ -117,3 +118,44 @@ def test_adafactor_combines_types_unless_it_has_an_eps(eps: tuple[float | None, 
 
     combines = not torch.equal(updated(), updated(torch.zeros(2, 2, dtype=torch.bfloat16)))
     assert combines == (eps[0] is None)
+
+
+NOISY = """
+import torch
+from torch import nn
+
+
+class Langevin(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data += 0.01 * torch.randn_like(p)
+
+
+def model():
+    return [nn.Linear(4, 4), nn.Linear(4, 1)]
+
+
+def loss(output, target):
+    return nn.functional.mse_loss(output, target)
+
+
+def optimizer(params):
+    return Langevin(params, lr=0.1)
+
+
+def data():
+    for _ in range(4):
+        yield torch.ones(4, 4), torch.ones(4, 1)
+"""
+
+
+def test_an_optimizer_that_draws_random_numbers_is_noted_once(jobs: Jobs) -> None:
+    """Its numbers depend on the number of stages, and no trial runs a class of the user's own."""
+    note = "Langevin: draws random numbers in its step"
+    alone = jobs.run("--stages", "1", source=NOISY)
+    assert (alone.status, alone.stderr.count(note)) == (0, 0)
+    both = jobs.run("--stages", "2", source=NOISY)
+    assert (both.status, both.stderr.count(note)) == (0, 1), both.stderr
+    assert alone.metrics[-1]["loss"] != both.metrics[-1]["loss"]
