@@ -117,13 +117,13 @@ class Picture:
         yield f'<text x="{margin}" y="20">{escape(self.title)}</text>'
         y: float
         for row, (label, spans) in enumerate(zip(self.rows, self.spans, strict=True)):
-            y = _TOP + row * _ROW
+            y, held = _TOP + row * _ROW, sorted({span.action.stage for span in spans})
             box = f'y="{y}" height="{_ROW - _GAP}"'
             yield f'<text x="{margin - 8}" y="{y + 16}" class="label">{escape(label)}</text>'
             yield f'<rect x="{margin}" {box} width="{_px(last * scale)}" class="idle"/>'
             for stage in {span.action.stage: None for span in spans}:
                 own = [span for span in spans if span.action.stage == stage]
-                yield from self._boxes(own, margin, scale, y, self._depth(row, stage))
+                yield from self._boxes(own, margin, scale, y, held.index(stage))
             if self.update:
                 start, width = _px(margin + last * scale), _px(self.update * scale)
                 yield f'<rect x="{start}" {box} width="{width}" class="{_UPDATE}"/>'
@@ -168,10 +168,6 @@ class Picture:
             if single and width >= len(mark) * _CHARACTER + 2:
                 middle = _px(x + width / 2)
                 yield f'<text x="{middle}" y="{y + 16}" class="mark on-{name}">{mark}</text>'
-
-    def _depth(self, row: int, stage: int) -> int:
-        """Return how many stages of the same worker come before a stage."""
-        return sorted({span.action.stage for span in self.spans[row]}).index(stage)
 
     def _legend(self, x: float, y: float) -> Iterator[tuple[str, str, float, float]]:
         """Yield class, label and place of each entry of the legend, in lines of the width."""

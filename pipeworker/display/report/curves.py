@@ -88,7 +88,7 @@ class Curve:
 
     def _lines(self) -> Iterator[str]:
         scale = _Scale.of(self)
-        first, last = (f"{number(v)} at step {s:,}" for s, v in self._ends)
+        first, last = (f"{number(self.mean[k])} at step {self.steps[k]:,}" for k in (0, -1))
         box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" data-left="{_LEFT}" data-right="{_RIGHT}"'
         yield f'<svg xmlns="http://www.w3.org/2000/svg" {box} role="img">'
         yield f"<title>{escape(self.name)}: {first}, {last}</title>"
@@ -114,10 +114,6 @@ class Curve:
     def first(self) -> int:
         """The step at the left edge of the picture."""
         return min([self.steps[0], *self.others])
-
-    @property
-    def _ends(self) -> tuple[tuple[int, float], tuple[int, float]]:
-        return (self.steps[0], self.mean[0]), (self.steps[-1], self.mean[-1])
 
 
 @dataclass(frozen=True, slots=True)
