@@ -213,6 +213,8 @@ def held(path: Path) -> Iterator[None]:
 def remove_unless_held(path: Path) -> bool:
     """Remove the folder of a checkpoint unless a process reads it; return whether it is removed.
 
+    It never looks complete when it is half removed.
+
     Raises:
         OSError: it cannot be removed.
     """
@@ -224,15 +226,6 @@ def remove_unless_held(path: Path) -> bool:
             return False
         except OSError:  # it has none, or the file system has no locks
             pass
-        remove_checkpoint(path)
+        hidden = path if path.name[0] == "." else path.rename(path.with_name(f".{path.name}.gone"))
+        shutil.rmtree(hidden)
     return True
-
-
-def remove_checkpoint(path: Path) -> None:
-    """Remove the folder of a checkpoint, which never looks complete when it is half removed.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
-    hidden = path if path.name[0] == "." else path.rename(path.with_name(f".{path.name}.gone"))
-    shutil.rmtree(hidden)

@@ -77,7 +77,7 @@ def link_same(chunks: Iterable[memoryview], path: Path) -> CheckpointFile | None
     Neither checkpoint need be complete: the parts of other workers may still be missing.
     """
     others = (one for one in path.parent.parent.glob("*step-*") if one != path.parent)
-    earlier = max(others, key=_step, default=None)
+    earlier = max(others, key=lambda one: "".join(filter(str.isdecimal, one.name)), default=None)
     if earlier is None:
         return None
     checksum = written = 0
@@ -96,11 +96,6 @@ def link_same(chunks: Iterable[memoryview], path: Path) -> CheckpointFile | None
             return CheckpointFile(path.name, written, checksum)
         path.unlink()  # somebody has just replaced it
     return None
-
-
-def _step(folder: Path) -> str:
-    """Return the digits in the name of a checkpoint's folder."""
-    return "".join(filter(str.isdecimal, folder.name))
 
 
 def _reads(handle: int, chunk: memoryview) -> bool:
