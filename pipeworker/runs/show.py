@@ -70,7 +70,8 @@ def _settings(run: Run) -> Fields:
     yield "command", _command(first.get("command", []))
     yield "arguments", shell_join(options.get("arguments") or ())
     yield "options", " ".join(format_option(*item) for item in run.changed_options().items())
-    yield "not typed", "\n".join(_origins(first))
+    origins = format_by_origin(migrated(first.get("origins", {})), migrated(first["options"]))
+    yield "not typed", "\n".join(origins)
     yield "versions", _versions(first)
     yield "platform", first.get("platform")
     yield "git", _git(first)
@@ -156,11 +157,6 @@ def _evaluation(row: Row) -> str:
     names = [name for name in row if name != "step"]
     figures = "  ".join(f"{name} {figure_text(row[name])}" for name in names)
     return f"{figures}  {after(row['step'])}"
-
-
-def _origins(first: dict[str, Any]) -> list[str]:
-    """Return the options that the environment or a file gave when the run began."""
-    return format_by_origin(migrated(first.get("origins", {})), migrated(first["options"]))
 
 
 def _command(words: list[str]) -> str:

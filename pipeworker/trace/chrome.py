@@ -69,7 +69,8 @@ def events(
     names = _numbered(lives)
     for life, commands in chosen:
         pid = names[life.rank, life.generation]
-        found += _process(life, pid)
+        generation = f", generation {life.generation}" if life.generation > 1 else ""
+        found += _named(pid, f"{life.name}{generation}", life.host)
         for command in commands:
             found += _slices(command, pid, zero)
             for span in command.actions:
@@ -137,11 +138,6 @@ def _numbered(lives: Sequence[WorkerLife]) -> dict[tuple[int, int], int]:
     """Return the numbers of the processes, by rank and generation."""
     keys = sorted({(life.rank, life.generation) for life in lives})
     return {key: number for number, key in enumerate(keys, 1)}
-
-
-def _process(life: WorkerLife, pid: int) -> Iterator[Event]:
-    generation = f", generation {life.generation}" if life.generation > 1 else ""
-    yield from _named(pid, f"{life.name}{generation}", life.host)
 
 
 def _named(pid: int, name: str, label: str) -> Iterator[Event]:
