@@ -185,6 +185,9 @@ class FileLoop(BaseLoop):
 
     With ``--epochs`` a step ends with its epoch, so a run of N epochs that is resumed for more has
     the same steps as one that was started for as many.
+
+    Attributes:
+        evaluates: whether the next command is an evaluation pass.
     """
 
     _running: Batch
@@ -196,19 +199,14 @@ class FileLoop(BaseLoop):
         # The state after step 0 that a snapshot has is that after this evaluation.
         first = options.evaluate_first and not self._step and progress.evaluation is None
         progress.evaluation_due = progress.evaluation_due and options.evaluate_every is not None
-        self._evaluate = first or options.evaluate_only or progress.evaluation_due
+        self.evaluates = first or options.evaluate_only or progress.evaluation_due
 
     @property
     def finished(self) -> bool:
         """Whether there are no more commands."""
         ended = self._has_ended or self._is_impatient
-        evaluates = self._evaluate or self._progress.evaluation_due
-        return ended and not self._half_done and not evaluates
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether the next command is an evaluation pass."""
-        return self._evaluate
+        is_due = self.evaluates or self._progress.evaluation_due
+        return ended and not self._half_done and not is_due
 
     @property
     def _has_ended(self) -> bool:
@@ -243,11 +241,11 @@ class FileLoop(BaseLoop):
         if self._half_done:
             return Due()
         _, update, due = self._complete(self._batch, now)
-        self._evaluate = self._options.evaluates(self._step, epoch_ended=update.epoch_ended)
+        self.evaluates = self._options.evaluates(self._step, epoch_ended=update.epoch_ended)
         self._steps_of_pass = 0 if update.epoch_ended else self._steps_of_pass + 1
         if self._steps_of_pass == LONG_PASS and not self._total:
             due = replace(due, effects=(*due.effects, Warned(_LONG, note=True)))
-        return replace(due, can_save=not self._evaluate)
+        return replace(due, can_save=not self.evaluates)
 
     def leave_evaluation(self, due: Due) -> Due:
         """Leave an evaluation pass that is due, or was interrupted, to the run that resumes."""
@@ -288,8 +286,8 @@ class FileLoop(BaseLoop):
 
     def next(self, now: float) -> RunStep | Evaluate | Wait | Finish | None:
         """Return the next command, or None while waiting for calls from the user's loop."""
-        if self._evaluate:
-            self._evaluate = False
+        if self.evaluates:
+            self.evaluates = False
             return Evaluate(self._step)
         if self.finished:
             return Finish()
