@@ -94,7 +94,9 @@ class Layout:
 def layout_of(tensor: torch.Tensor) -> Layout:
     """Return the layout that a tensor has at the target: its own, or plain if elements overlap."""
     shape = tuple(tensor.shape)
-    stride = _plain_stride(shape) if _overlaps(tensor) else tensor.stride()
+    stride = tensor.stride()
+    if not tensor.is_contiguous() and extent_of(shape, stride) is None:
+        stride = _plain_stride(shape)
     offset = tensor.data_ptr() % ALIGNMENT
     return Layout(shape, stride, tensor.dtype, tensor.requires_grad, offset)
 
@@ -238,11 +240,6 @@ def aligned_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _plain_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
-
-
-def _overlaps(tensor: torch.Tensor) -> bool:
-    """Return whether two elements share memory other than by a stride of 0."""
-    return not tensor.is_contiguous() and extent_of(tensor.shape, tensor.stride()) is None
 
 
 def _moving(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
