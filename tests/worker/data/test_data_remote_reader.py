@@ -153,6 +153,14 @@ def number_of(batch: torch.Tensor | None) -> int:
     return int(batch[-1, -1])
 
 
+def read_on(host: Host, number: int, processes: int, **options: Any) -> None:
+    """Have the next worker read from a mini-batch on; so many processes have read by then."""
+    worker = host.worker(**options)
+    worker.restore({"epoch": 0, "read": number})
+    assert number_of(read(worker)) == number
+    assert len(host.pids) == processes
+
+
 def test_a_new_worker_gets_what_the_last_one_had_and_nothing_is_read_again(host: Host) -> None:
     host.go()
     first = host.worker()
@@ -203,10 +211,7 @@ def test_what_no_recovery_needs_is_not_kept_and_is_read_again(host: Host) -> Non
         first.note_copy({"epoch": 0, "read": number})
     read(first)
     until(lambda: len(host.reads) == 7)  # memory is freed when the next one is read ahead
-    second = host.worker()
-    second.restore({"epoch": 0, "read": 1})
-    assert number_of(read(second)) == 1
-    assert len(host.pids) == 2
+    read_on(host, 1, 2)
 
 
 def test_the_last_mini_batch_of_a_job_is_the_last_that_is_read(host: Host) -> None:
@@ -247,10 +252,7 @@ def test_a_stuck_process_is_replaced(host: Host) -> None:
     stuck = host.pids[0]
     os.kill(stuck, signal.SIGSTOP)
     host.go()
-    second = host.worker(stall_seconds=0.5)
-    second.restore({"epoch": 0, "read": 2})
-    assert number_of(read(second)) == 2
-    assert len(host.pids) == 2
+    read_on(host, 2, 2, stall_seconds=0.5)
     with pytest.raises(ProcessLookupError):
         os.kill(stuck, 0)
 
@@ -265,10 +267,7 @@ def test_a_process_that_is_stopped_while_it_reads_is_replaced(host: Host) -> Non
         read(first)
     assert lost.value.failure.cause is Cause.LOST
     host.go()
-    second = host.worker(answer_seconds=0.5)
-    second.restore({"epoch": 0, "read": 3})
-    assert number_of(read(second)) == 3
-    assert len(host.pids) == 2
+    read_on(host, 3, 2, answer_seconds=0.5)
 
 
 def test_a_process_that_was_suspended_between_two_mini_batches_is_replaced(host: Host) -> None:
@@ -278,10 +277,7 @@ def test_a_process_that_was_suspended_between_two_mini_batches_is_replaced(host:
     read(first)
     (stuck,) = host.pids
     os.kill(stuck, signal.SIGSTOP)
-    second = host.worker(answer_seconds=0.5)
-    second.restore({"epoch": 0, "read": 1})
-    assert number_of(read(second)) == 1
-    assert len(host.pids) == 2
+    read_on(host, 1, 2, answer_seconds=0.5)
     with pytest.raises(ProcessLookupError):
         os.kill(stuck, 0)
 
@@ -325,10 +321,7 @@ def test_a_request_that_the_system_refuses_is_a_loss(
         with pytest.raises(ReadFailed, match="cannot be asked: No buffer space available") as lost:
             read(first)
     assert lost.value.failure.cause is Cause.LOST
-    second = host.worker()
-    second.restore({"epoch": 0, "read": 2})
-    assert number_of(read(second)) == 2
-    assert len(host.pids) == 1
+    read_on(host, 2, 1)
 
 
 def refuse(*_: object) -> None:
