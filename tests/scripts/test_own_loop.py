@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 from torch import nn
 
@@ -242,8 +243,7 @@ def test_tokens_are_counted_in_steps_alone(scripts: Scripts) -> None:
     assert found["wrong"].startswith("pipeworker.Pipeline(): tokens is an int; make it a function")
 
 
-def test_stages_that_share_a_buffer_need_a_sample(scripts: Scripts) -> None:
-    shared = """
+SHARED_BUFFER = """
         class Scale(nn.Linear):
             def __init__(self, table):
                 super().__init__(8, 8)
@@ -255,29 +255,8 @@ def test_stages_that_share_a_buffer_need_a_sample(scripts: Scripts) -> None:
         def model():
             table = torch.rand(8)
             return nn.Sequential(Scale(table), Scale(table), Scale(table), nn.Linear(8, 3))
-
-        options = {"sample": torch.zeros(1, 8)} if os.environ.get("SAMPLE") else {}
-        with pipeworker.Pipeline(
-            model, loss=loss, optimizer=optimizer, microbatches=4, run_dir="run", **options
-        ) as pipe:
-            report(losses=[pipe.step(batch).loss for batch in data()])
-    """
-    reports = []
-    for stages in (1, 3):
-        ranks = scripts.start(script(JOB, shared), stages, SAMPLE="yes")
-        ranks.succeed()
-        reports.append(ranks.reported(0))
-    assert reports[0] == reports[1]
-    runs = scripts.start(script(JOB, shared), 3).end()
-    assert any(
-        "or pass a sample to pipeworker.Pipeline if no forward" in run.stderr for run in runs
-    )
-    assert all(run.status for run in runs)
-
-
-@slow
-def test_skips_need_a_sample(scripts: Scripts) -> None:
-    skips = """
+"""
+SKIPS = """
         class Down(nn.Linear):
             def forward(self, x):
                 pipeworker.stash("x", x)
@@ -289,7 +268,21 @@ def test_skips_need_a_sample(scripts: Scripts) -> None:
 
         def model():
             return nn.Sequential(Down(8, 8), nn.ReLU(), Up(8, 8), nn.Linear(8, 3))
+"""
 
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "advice"),
+    [
+        (SHARED_BUFFER, (1, 3), "or pass a sample to pipeworker.Pipeline if no forward"),
+        pytest.param(SKIPS, (1, 2, 4), "pass a sample to pipeworker.Pipeline", marks=slow),
+    ],
+    ids=["a shared buffer", "skips"],
+)
+def test_what_several_stages_share_needs_a_sample(
+    scripts: Scripts, layers: str, stages: tuple[int, ...], advice: str
+) -> None:
+    loop = """
         options = {"sample": torch.zeros(1, 8)} if os.environ.get("SAMPLE") else {}
         with pipeworker.Pipeline(
             model, loss=loss, optimizer=optimizer, microbatches=4, run_dir="run", **options
@@ -298,11 +291,11 @@ def test_skips_need_a_sample(scripts: Scripts) -> None:
             report(losses=losses, out=pipe.predict(next(data())[0], everywhere=True).tolist())
     """
     reports = []
-    for stages in (1, 2, 4):
-        ranks = scripts.start(script(JOB, skips), stages, SAMPLE="yes")
+    for count in stages:
+        ranks = scripts.start(script(JOB, layers + loop), count, SAMPLE="yes")
         ranks.succeed()
         reports.append(ranks.reported(0))
-    assert reports[0] == reports[1] == reports[2]
-    runs = scripts.start(script(JOB, skips), 4).end()
-    assert any("pass a sample to pipeworker.Pipeline" in run.stderr for run in runs)
+    assert all(one == reports[0] for one in reports[1:])
+    runs = scripts.start(script(JOB, layers + loop), stages[-1]).end()
+    assert any(advice in run.stderr for run in runs)
     assert all(run.status for run in runs)
