@@ -113,7 +113,6 @@ class Roster:
 
     def now(self, now: float) -> list[dict[str, Any]]:
         """Return what each worker does at present, by its last heartbeat, as JSON has it."""
-        members = [self.members[rank] for rank in sorted(self.members)]
         return [
             {
                 "worker": member.hello.rank,
@@ -130,7 +129,7 @@ class Roster:
                 "held": member.beat.held,
                 "silent_seconds": round(max(0.0, now - member.last_heard), 1),
             }
-            for member in members
+            for member in self.members.values()
         ]
 
     def admit(self, peer: bytes, hello: Hello, now: float) -> bool:
@@ -208,7 +207,7 @@ class Roster:
         What they wait for may have come from a worker that has moved since, and is not awaited.
         Between hosts they may wait for a connection that is silent for some time after an outage.
         """
-        members = [self.members[rank] for rank in sorted(awaited) if rank in self.members]
+        members = [member for rank, member in self.members.items() if rank in awaited]
         moved_at = max((member.moved_at for member in self.members.values()), default=0.0)
         waited = [m.last_heard - moved_at for m in members if m.beat.waiting]
         limit = self.limit
@@ -220,7 +219,7 @@ class Roster:
 
     def deadlock(self, awaited: Collection[int], limit: float) -> Failure:
         """Return the failure of awaited workers that have waited for `limit` seconds."""
-        members = [self.members[rank] for rank in sorted(awaited) if rank in self.members]
+        members = [member for rank, member in self.members.items() if rank in awaited]
         several_hosts = self.has_several_hosts
         names = " and ".join(m.full_name if several_hosts else m.name for m in members)
         have = "has" if len(members) == 1 else "have"
