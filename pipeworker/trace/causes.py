@@ -201,7 +201,7 @@ def breakdown(
     shown = {life.generation for one in chosen for life in one.lives}
     numbers = tuple(sorted({one.step for one in chosen}))
     for (before, after), begin, end in recoveries(lives):
-        if shown and min(shown) <= before and after <= max(shown):
+        if min(shown) <= before and after <= max(shown):
             # The steps are a sample; they have as large a share of what happened between them.
             lost = (end - begin) * len(numbers) / (numbers[-1] - numbers[0] + 1)
             total += lost
@@ -228,14 +228,12 @@ def _measured(
             idle[CHECKPOINT] += end - begin
     for span in command.actions:
         kind, took = span.action.kind, (span.end or span.begin) - span.begin
-        if kind in RECEIVES or kind in SENDS:
-            wait = waits.within(life, span)
-            waited += wait
-            took -= wait
-        elif kind in REPLICAS:
-            wait = waits.within(life, span)
+        wait = waits.within(life, span)
+        took -= wait
+        if kind in REPLICAS:
             for_replicas += wait
-            took -= wait
+        else:
+            waited += wait
         known += took
         if kind is Kind.FORWARD:
             time.forward += took
