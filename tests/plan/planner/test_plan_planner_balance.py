@@ -232,6 +232,15 @@ def test_a_balance_that_fits_is_found_where_there_is_one() -> None:
     assert 5 < sum(fitting) < 35
 
 
+def test_a_balance_that_fits_is_found_where_no_move_of_a_cut_leads_to_it() -> None:
+    layers = [layer(parameter_bytes=n) for n in (10, 20, 0, 20, 30, 0, 10)]
+    facts = replace(network(layers), limits=(30, 0, 20, 40))
+    divisions = Divisions(facts, resolve("gpipe"), Placement.identity(4), 1, ["always"] * 4)
+    # So few nodes that the balances are not all judged, as of a network of many layers.
+    found = search_balance(divisions, nodes=1)
+    assert (found.balance, found.excess) == ((2, 1, 1, 3), 0)
+
+
 def test_a_plan_predicts_the_step_that_the_simulator_simulates() -> None:
     facts = network([layer(update=0.5)] * 8)
     plan = plan_order(facts, resolve("gpipe"), Placement.identity(4), 8)

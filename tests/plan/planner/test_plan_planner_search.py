@@ -169,6 +169,16 @@ def test_nothing_that_fits_is_an_error_with_the_least_that_lacks() -> None:
         search(facts, 5, 4, orders=KNOWN)
 
 
+def test_a_search_that_need_not_fit_returns_the_order_that_lacks_the_least() -> None:
+    facts = network([layer(saved_bytes=100)] * 4, 120, 2)
+    orders = [resolve("gpipe"), resolve("1f1b")]
+    found = search(facts, 2, 8, replicas=2, recompute="never", strict=False, orders=orders)
+    assert found.order == "1f1b"  # holds fewer micro-batches
+    assert found.why == ("schedule 1f1b: lacks the least memory",)
+    assert found.lacking.startswith("--stages 2: does not fit into the memory; with balance 1,3")
+    assert found.schedule.placement.replicas == 2
+
+
 def test_each_replica_gets_its_part_of_the_micro_batches() -> None:
     found = search(network([layer()] * 4), 2, 8, replicas=2, orders=KNOWN)
     assert found.schedule.microbatches == 4
