@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.plan.actions import RECEIVES, SENDS, Kind
 from pipeworker.plan.orders import ORDERS, Order
 from pipeworker.plan.placement import Placement
+from pipeworker.plan.planner.planner import plan_order
 from pipeworker.plan.schedule import Schedule
 from pipeworker.plan.simulate import Costs, simulate
 from pipeworker.trace import causes
@@ -29,12 +31,15 @@ from pipeworker.trace.causes import (
     WorkerTime,
     breakdown,
     mini_batches,
+    planned_breakdown,
+    recoveries,
     schedule_of,
     undisturbed,
 )
 from pipeworker.trace.recorder import EVALUATION, SNAPSHOT
 from pipeworker.trace.timeline import Command, Span, WorkerLife
-from support.pure.facts import DRAWN_ORDERS
+from support.draws import draws
+from support.pure.facts import DRAWN_ORDERS, layer, network, networks
 from support.pure.timelines import BASE, draw_schedule, lives_of
 
 UPDATE, LATE, BEFORE = 0.004, 0.003, 0.006
@@ -260,6 +265,19 @@ def test_data_and_transfers_that_take_long_are_causes_of_their_own() -> None:
     assert {*RECEIVES} & {a.kind for actions in schedule.workers for a in actions}
 
 
+def test_what_offload_and_tied_weights_take_is_other_time() -> None:
+    pairs = ((0, 1), (1, 0))
+    schedule = ORDERS["gpipe"].build(Placement.identity(2), 4, ["offload"] * 2, (), pairs)
+    calm = explained(lives_of(schedule))
+    found = explained(slower(lives_of(schedule), {Kind.FETCH, Kind.REDUCE_TIED}, 0.1))
+    for time, before, actions in zip(found.workers, calm.workers, schedule.workers, strict=True):
+        kinds = [action.kind for action in actions]
+        count = kinds.count(Kind.FETCH) + kinds.count(Kind.REDUCE_TIED)
+        assert {Kind.FETCH, Kind.REDUCE_TIED} < {*kinds}
+        assert time.idle[OTHER] - before.idle[OTHER] == pytest.approx(2 * count * 0.1)
+        assert total(time) == pytest.approx(found.seconds)
+
+
 def test_the_time_between_two_generations_is_recovery() -> None:
     order = ORDERS["gpipe"]
     lives = lives_of(order.build(order.place(1), 2, ["never"]))
@@ -288,8 +306,23 @@ def test_a_generation_that_completes_no_step_leaves_two_recoveries() -> None:
     assert one.answered is not None
     waited = lost.received - one.answered + two.received - lost.received
     assert time.idle[RECOVERY] == pytest.approx(waited * 2 / 3)
-    later = breakdown(lives, list(mini_batches(lives))[1:])
-    assert later.workers[0].idle[RECOVERY] == 0
+    for chosen in list(mini_batches(lives))[1:], list(mini_batches(lives))[:1]:
+        assert breakdown(lives, chosen).workers[0].idle[RECOVERY] == 0
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_a_recovery_begins_with_the_last_moment_that_a_lost_worker_recorded(done: bool) -> None:
+    order = ORDERS["gpipe"]
+    (life,) = lives_of(order.build(order.place(1), 2, ["never"]), steps=3)
+    one, lost, two = life.commands
+    *before, last = lost.actions[:3]
+    last = last if done else last._replace(end=None)
+    first = replace(life, commands=(one, replace(lost, answered=None, actions=(*before, last))))
+    (found,) = recoveries([first, replace(life, generation=2, commands=(two,))])
+    assert found == ((1, 2), last.end if done else last.begin, two.received)
+    early = replace(two, received=one.received)  # by a clock that is not known exactly
+    (found,) = recoveries([first, replace(life, generation=2, commands=(early,))])
+    assert found[1] == found[2]
 
 
 def test_a_recovery_counts_by_the_share_of_the_steps_that_are_recorded() -> None:
@@ -328,3 +361,38 @@ def test_a_generation_of_which_a_worker_has_recorded_nothing_is_left_out() -> No
     lives = lives_of(order.build(order.place(3), 2, ["never"] * 3))
     assert explained(lives).steps == (1, 2)
     assert explained(lives[:1] + lives[2:]).steps == ()
+    others = [replace(life, rank=3 + life.rank, replica=1) for life in lives]
+    assert explained([*lives, *others]).steps == (1, 2)
+    assert explained([*lives, *others[:2]]).steps == ()
+
+
+@settings(max_examples=draws(20))
+@given(networks(), DRAWN_ORDERS, st.integers(1, 4), st.integers(1, 3))
+def test_the_parts_of_a_plan_add_up_to_its_step(
+    facts: NetworkFacts, order: Order, microbatches: int, count: int
+) -> None:
+    planned = plan_order(facts, order, order.place(2), microbatches)
+    found = planned_breakdown(planned, count)
+    assert found.seconds == pytest.approx(count * planned.timing.makespan + planned.update)
+    for time in found.workers:
+        stages = [planned.stage_seconds[stage] for stage in time.stages]
+        computed = [sum(s.forward for s in stages), sum(s.recompute for s in stages)]
+        assert [time.forward, time.recompute] == pytest.approx([count * one for one in computed])
+        assert time.backward == pytest.approx(count * sum(s.backward for s in stages))
+        assert time.optimizer == planned.update
+        assert total(time) == pytest.approx(found.seconds)
+        assert min(time.idle.values()) >= 0
+
+
+def test_a_plan_waits_for_its_schedule_for_slow_stages_and_for_transfers() -> None:
+    even, slow = [layer(1.0, 2.0)] * 2, [layer(1.0, 2.0), layer(2.0, 4.0)]
+
+    def idle(facts: NetworkFacts) -> list[dict[str, float]]:
+        planned = plan_order(facts, ORDERS["gpipe"], Placement.identity(2), 4)
+        workers = planned_breakdown(planned, 1).workers
+        return [{c: s for c, s in time.idle.items() if s > 1e-9} for time in workers]
+
+    assert idle(network(even)) == [{FILL_DRAIN: 3.0}] * 2
+    assert idle(network(slow)) == [{FILL_DRAIN: 4.5, IMBALANCE: 10.5}, {FILL_DRAIN: 3.0}]
+    late = replace(network(even), latency=0.5)
+    assert idle(late) == [{FILL_DRAIN: 3.0, TRANSFER: 1.0}] * 2
