@@ -21,7 +21,7 @@ from pipeworker.runs.trace import write_trace
 from pipeworker.trace import chrome
 from pipeworker.trace.recorder import Recorder, record_unfinished
 from pipeworker.trace.ring import MiniBatchTimes, Ring
-from pipeworker.trace.timeline import LAST, Timeline, WorkerLife, read_timeline
+from pipeworker.trace.timeline import LAST, ClockSample, Timeline, WorkerLife, read_timeline
 from support.pure.timelines import BASE, lives_of, start_of, write_lives
 
 SCHEDULE = ORDERS["1f1b"].build(Placement.identity(3), 4, ["never"] * 3)
@@ -138,6 +138,47 @@ def test_rows_that_no_worker_has_written_are_one_message(tmp_path: Path, line: s
     path.write_text(json.dumps(start_of(0)) + "\n" + line + "\n")
     with pytest.raises(UnreadableFile, match=r"worker-0.jsonl: cannot be read: line 2 is not what"):
         read_timeline(RunDir(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 1}',
+        '{"program": 1, "actions": "0F0"}',
+        '{"at": 1.0, "offset": 0.0, "error": 0.0}',
+    ],
+)
+def test_a_file_that_does_not_begin_with_its_worker_is_one_message(
+    tmp_path: Path, line: str
+) -> None:
+    path = RunDir(tmp_path).worker_timeline(0)
+    path.parent.mkdir()
+    path.write_text(line + "\n" + json.dumps(start_of(0)) + "\n")
+    with pytest.raises(UnreadableFile, match=r"line 1 is not what a worker records \(it has no"):
+        read_timeline(RunDir(tmp_path))
+
+
+def test_a_folder_that_cannot_be_listed_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "timeline").symlink_to("timeline")
+    with pytest.raises(UnreadableFile, match="timeline: cannot be read: Too many levels"):
+        read_timeline(RunDir(tmp_path))
+
+
+def test_the_clock_that_a_worker_measures_is_read(tmp_path: Path) -> None:
+    measured = (BASE, 0.25, 0.0001)
+    path = RunDir(tmp_path).worker_timeline(0)
+    recorder = Recorder(path, start_of(0), pytest.fail, clock=lambda: measured)
+    recorder.use(1, parse_actions("0F0 0B0"))
+    for step in (1, 2):
+        recorder.receive(step, recorded=step == 1)
+        recorder.run(MiniBatchTimes(step, 0, 1, BASE, (BASE, BASE + 1)))
+        recorder.write()
+    recorder.close()
+    found = read_timeline(RunDir(tmp_path))
+    (life,) = found.lives
+    assert life.samples == (ClockSample(*measured),) * 2
+    assert [(c.step, len(c.actions)) for c in life.commands] == [(1, 1), (2, 0)]
+    assert found.recorded == (1,)
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
