@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from hypothesis import strategies as st
 
+from pipeworker.facts.layer_facts import NetworkFacts
+from pipeworker.job.options import Options
 from pipeworker.plan.actions import RECEIVES, SENDS, Action, Edge, Kind, edge_of, format_actions
 from pipeworker.plan.orders import Order
 from pipeworker.plan.schedule import CHANNEL_CAPACITY, Schedule, is_bounded
 from pipeworker.plan.simulate import Costs, simulate, timeline
+from pipeworker.record import run_record
 from pipeworker.record.metrics.rows import Rows
 from pipeworker.record.rundir import RunDir
 from pipeworker.trace.recorder import UPDATE, microseconds, row_of
@@ -181,7 +186,7 @@ def write_lives(run_dir: RunDir, schedule: Schedule, lives: Sequence[WorkerLife]
     run_dir.timeline.mkdir(exist_ok=True)
     for life, actions in zip(lives, schedule.workers, strict=True):
         rows = Rows(run_dir.worker_timeline(life.rank))
-        rows.add(start_of(life.rank, life.generation))
+        rows.add(start_of(life.rank, life.generation, host=life.host, clock=life.clock))
         rows.add({"program": 1, "actions": format_actions(actions)})
         for command in life.commands:
             times = tuple(at for span in command.actions for at in (span.begin, span.end or 0.0))
@@ -189,7 +194,21 @@ def write_lives(run_dir: RunDir, schedule: Schedule, lives: Sequence[WorkerLife]
             base = round(command.received, 6)
             spans = [[s.name, *microseconds(base, (s.begin, s.end))] for s in command.spans]
             step, first = command.step, command.first
-            actions_row = row_of(MiniBatchTimes(step, first, 1, times[0], times, memory))
-            row = {"step": command.step, "received": base, "spans": spans, **actions_row}
+            row = {"step": step, "first": first, "received": base, "spans": spans}
+            if times:
+                row |= row_of(MiniBatchTimes(step, first, 1, times[0], times, memory))
             rows.add({**row, "answered": command.answered})
+        for sample in life.samples:
+            rows.add(sample._asdict())
         rows.close()
+
+
+def write_records(
+    run_dir: RunDir, facts: NetworkFacts | None = None, stages: int = 2, **options: Any
+) -> None:
+    """Write what a run of as many layers as stages records besides its timeline."""
+    given = asdict(Options("job.py", stages, 4, recompute="never", **options))
+    run_record.write(run_dir, given, {"host": "here", "pid": 1, "started": "2026-11-26"})
+    plan = {"stages": [{"stage": s, "layers": [s, s + 1]} for s in range(stages)]}
+    found = {} if facts is None else {"facts": asdict(facts)}
+    run_dir.plan.write_text(json.dumps({**plan, **found}))
