@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeworker.errors import UsageError
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.job.options import Options
 from pipeworker.plan.simulate import Costs
@@ -15,10 +16,104 @@ from pipeworker.record import run_record
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs.report import report
 from pipeworker.trace.advice import Advice
+from support.pure.facts import layer, network
 from support.pure.orders import build
-from support.pure.timelines import lives_of, write_lives
+from support.pure.timelines import lives_of, write_lives, write_records
 
 MICROBATCHES = 4
+SCHEDULE = build("gpipe", 2, MICROBATCHES, "never")
+FACTS = replace(network([layer(0.05, 0.1, flops=6 * 10**11)] * 2), device="NVIDIA H100 80GB HBM3")
+
+
+def run_of(
+    path: Path, facts: NetworkFacts | None = FACTS, forward: float = 0.05, steps: int = 4
+) -> RunDir:
+    """Return a run of two workers whose backward takes twice as long as a forward."""
+    path.mkdir()
+    run_dir = RunDir(path)
+    write_records(run_dir, facts)
+    costs = Costs.even(2, forward, 2 * forward)
+    write_lives(run_dir, SCHEDULE, lives_of(SCHEDULE, costs, steps=steps, late=0.006))
+    row = {"loss": 1.0, "seconds": 2.0, "samples_per_second": 100.0, "tokens": 3000}
+    lines = [json.dumps({"step": step, **row}) + "\n" for step in range(1, steps + 1)]
+    run_dir.metrics.write_text("".join(lines))
+    return run_dir
+
+
+def test_a_report_shows_what_was_measured_and_what_was_planned(tmp_path: Path) -> None:
+    path = run_of(tmp_path / "run").path
+    advice, *lines = report(path).splitlines()
+    assert advice.startswith("fill and drain of the schedule take 20% of a step: --schedule ")
+    assert lines == [
+        "",
+        "100 samples/s, 1500 tokens/s, 120 TFLOP/s of the model, 90% of the devices' peak",
+        "the last 3 recorded steps, of 0.766 s; shares of their time:",
+        "worker  stages  forward  backward  optimizer  fill, drain  coordinator  other",
+        "0       0         26.1%     52.2%       0.5%        19.6%         0.8%   0.8%",
+        "1       1         26.1%     52.2%       0.5%        19.6%         0.8%   0.8%",
+        "mean              26.1%     52.2%       0.5%        19.6%         0.8%   0.8%",
+        "",
+        "as planned, a step of 0.75 s:",
+        "worker  stages  forward  backward  fill, drain",
+        "0       0         26.7%     53.3%        20.0%",
+        "1       1         26.7%     53.3%        20.0%",
+        "mean              26.7%     53.3%        20.0%",
+    ]
+    found = json.loads(report(path, as_json=True))
+    rates = ("samples_per_second", "tokens_per_second", "flops_per_second")
+    assert [found[name] for name in rates] == [100, 1500, 120e12]
+    assert found["peak_share"] == pytest.approx(120 / (2 * 67))
+    assert (found["steps"], found["suspended"]) == ([2, 3, 4], 0)
+    assert found["seconds"] == pytest.approx(3 * 0.766)
+    assert found["planned"]["seconds"] == pytest.approx(0.75)
+    for worker in found["workers"] + found["planned"]["workers"]:
+        assert worker["stages"] == [worker["worker"]]
+        assert worker["replica"] == 0
+    forwards = [worker["forward"] for worker in found["planned"]["workers"]]
+    assert forwards == pytest.approx([0.2, 0.2])
+
+
+def test_a_report_without_measured_layers_has_no_plan(tmp_path: Path) -> None:
+    for name, facts in (("none", None), ("counted", replace(FACTS, measured=False))):
+        path = run_of(tmp_path / name, facts, steps=1).path
+        assert json.loads(report(path, as_json=True))["planned"] is None
+        assert "as planned" not in report(path)
+        assert "\nthe last recorded step, of 0.766 s; shares of their time:\n" in report(path)
+
+
+def test_the_plan_of_other_stages_gives_no_advice(tmp_path: Path) -> None:
+    run_dir = run_of(tmp_path / "run")
+    run_dir.plan.write_text(json.dumps({"stages": [{"stage": 0, "layers": [0, 2]}]}))
+    found = json.loads(report(run_dir.path, as_json=True))
+    advice = "the plan of the run is not that of its last steps"
+    assert found["advice"] == {"text": advice, "option": "", "gain": 1.0}
+    assert found["planned"] is None
+
+
+def test_the_steps_of_two_runs_are_compared(tmp_path: Path) -> None:
+    first, second = run_of(tmp_path / "a").path, run_of(tmp_path / "b", forward=0.025).path
+    lines = report(first, second).splitlines()
+    assert lines[0] == (
+        f"a step of {second} takes 49% less time than one of {first}; milliseconds of a step, the "
+        "mean of all workers:"
+    )
+    assert lines[2].split() == [str(first), str(second), "difference"]
+    assert [line.split() for line in [*lines[3:6], lines[-1]]] == [
+        ["backward", "400.00", "200.00", "-200.00"],
+        ["forward", "200.00", "100.00", "-100.00"],
+        ["fill,", "drain", "150.00", "75.00", "-75.00"],
+        ["step", "766.00", "391.00", "-375.00"],
+    ]
+    assert {line.split()[0] for line in lines[6:-1]} == {"coordinator", "optimizer", "other"}
+    assert report(second, first).startswith(f"a step of {first} takes 96% more time than one of ")
+    both = json.loads(report(first, second, as_json=True))["runs"]
+    assert both == [json.loads(report(path, as_json=True)) for path in (first, second)]
+
+
+def test_a_run_without_recorded_steps_has_no_report(tmp_path: Path) -> None:
+    write_records(RunDir(tmp_path))
+    with pytest.raises(UsageError, match="it has no recorded steps that all of its workers have"):
+        report(tmp_path)
 
 
 def test_a_step_has_all_of_its_mini_batches(tmp_path: Path) -> None:
