@@ -122,7 +122,8 @@ def mini_batches(lives: Iterable[WorkerLife]) -> Iterator[MiniBatch]:
             done = max(command.answered or 0.0 for command in commands)
             end = max(min(following), done) if following else done
             begin = min(command.received for command in commands)
-            yield MiniBatch(key[0], tuple(members), commands, begin, end)
+            if end > begin:  # else the file is damaged, and no share of the time is known
+                yield MiniBatch(key[0], tuple(members), commands, begin, end)
 
 
 def _with_updates(commands: Sequence[Command]) -> Iterator[Command]:

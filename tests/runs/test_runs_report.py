@@ -110,6 +110,19 @@ def test_the_steps_of_two_runs_are_compared(tmp_path: Path) -> None:
     assert both == [json.loads(report(path, as_json=True)) for path in (first, second)]
 
 
+def test_a_step_that_took_no_time_is_none(tmp_path: Path) -> None:
+    """As in a damaged file; the shares of its time would be divisions by zero."""
+    run_dir = run_of(tmp_path / "run", steps=1)
+    for path in run_dir.timeline.iterdir():
+        found = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in (row for row in found if "times" in row):
+            still = {"began": row["received"], "times": [0] * len(row["times"]), "spans": []}
+            row |= {**still, "answered": row["received"]}
+        path.write_text("".join(json.dumps(row) + "\n" for row in found if row.get("first") != 1))
+    with pytest.raises(UsageError, match="it has no recorded steps that all of its workers have"):
+        report(run_dir.path)
+
+
 def test_a_run_without_recorded_steps_has_no_report(tmp_path: Path) -> None:
     write_records(RunDir(tmp_path))
     with pytest.raises(UsageError, match="it has no recorded steps that all of its workers have"):
