@@ -102,8 +102,7 @@ def advise(
     now = None
     if request.schedule != AUTO:  # which has compared balances and schedules
         now = _plan(facts, replace(request, balance=tuple(balance)))
-    lost = sum(time.idle[FILL_DRAIN] for time in found.workers) / len(found.workers)
-    share = lost / seconds if seconds > 0 else 0.0
+    share = found.mean[FILL_DRAIN] / seconds
     candidates = [] if now is None else [*_replanned(facts, request, now, took, share, known)]
     data = max(time.idle[DATA] for time in found.workers) / mini_batches  # of a reader
     if took > data > 0:
@@ -155,7 +154,7 @@ def _replanned(
 
 def _plan(facts: NetworkFacts, request: PlanRequest) -> Planned | None:
     try:
-        planned = plan_request(facts, request, strict=False)
+        planned = plan_request(facts, request)
     except PipeworkerError:  # too few layers, or micro-batches
         return None
     return planned if planned.fits else None

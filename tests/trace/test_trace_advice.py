@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pipeworker.facts.layer_facts import LayerFacts, NetworkFacts
@@ -10,6 +12,7 @@ from pipeworker.plan.partition import ranges
 from pipeworker.plan.planner.choices import PlanRequest
 from pipeworker.plan.planner.costs import LayerCosts
 from pipeworker.plan.simulate import Costs, simulate
+from pipeworker.plan.text import format_compute
 from pipeworker.trace.advice import advise, measured_facts
 from pipeworker.trace.causes import (
     DATA,
@@ -23,6 +26,7 @@ from pipeworker.trace.causes import (
 )
 from support.pure.timelines import lives_of
 
+NOTHING = "no change is known that would make a step 2% faster"
 BALANCE = (2, 4, 1, 1)
 OWNERS = (0, 1, 2, 3)
 
@@ -78,6 +82,43 @@ def test_a_schedule_that_evens_the_stages_is_advised_for_that() -> None:
     assert advice.text.startswith("stage 2 takes 71% longer than the mean: --schedule ")
 
 
+def test_a_schedule_that_was_chosen_is_replaced_by_no_other() -> None:
+    """A search has compared all balances and schedules, and a file is what the user wants."""
+    found, costs = measured("gpipe", BALANCE)
+    facts = measured_facts(None, ranges(BALANCE), OWNERS, costs)
+    searched = advise(facts, PlanRequest("auto", 4, 16, "never"), BALANCE, found, 2)
+    assert searched.text == NOTHING
+    order = ORDERS["gpipe"]
+    written = format_compute(order.build(order.place(4), 16, ["never"] * 4), "own")
+    advice = advise(facts, PlanRequest(written, 4, 16, "never"), BALANCE, found, 2)
+    assert advice.option == "--balance 2,2,2,2"
+    even = (2, 2, 2, 2)
+    found, costs = measured("gpipe", even)
+    facts = measured_facts(None, ranges(even), OWNERS, costs)
+    advice = advise(facts, PlanRequest(written, 4, 16, "never"), even, found, 2)
+    assert advice.text == NOTHING
+
+
+def test_a_plan_without_enough_memory_is_no_advice() -> None:
+    found, costs = measured("zb-h1", BALANCE)
+    facts = measured_facts(None, ranges(BALANCE), OWNERS, costs)
+    heavy = [
+        replace(layer, parameter_bytes=1 + 9 * (n == 6)) for n, layer in enumerate(facts.layers)
+    ]
+    facts = replace(facts, layers=tuple(heavy), limits=(10,) * 4)
+    advice = advise(facts, PlanRequest("zb-h1", 4, 16, "never"), BALANCE, found, 2)
+    assert advice.option == "--balance 3,3,1,1"
+
+
+def test_no_plan_is_predicted_to_save_all_of_a_step() -> None:
+    _, costs = measured("zb-h1", BALANCE)
+    facts = measured_facts(None, ranges(BALANCE), OWNERS, costs)
+    workers = tuple(WorkerTime(n, (n,), forward=1e-6) for n in range(4))
+    found = Breakdown(1e-6, (1,), workers)
+    advice = advise(facts, PlanRequest("zb-h1", 4, 16, "never"), BALANCE, found, 1)
+    assert advice.gain == pytest.approx(100)
+
+
 def test_data_that_takes_long_is_named() -> None:
     time = WorkerTime(0, (0,), forward=1.0, backward=2.0)
     time.idle[DATA] = 3.0
@@ -92,6 +133,11 @@ def test_data_that_takes_long_is_named() -> None:
     # A recovery, and time for which the job was suspended, are no part of a step.
     time.idle[RECOVERY], time.idle[OTHER] = 50.0, 4.0
     assert advise(facts, request, (1,), Breakdown(60.0, (1,), (time,), 4.0), 1) == advice
+    twice = advise(facts, request, (1,), Breakdown(60.0, (1,), (time,), 4.0), 2)  # mini-batches
+    assert twice == advice
+    still = WorkerTime(0, (0,))
+    still.idle[DATA] = 3.0
+    assert advise(facts, request, (1,), Breakdown(3.0, (1,), (still,)), 1).text == NOTHING
 
 
 def test_where_nothing_helps_that_is_said() -> None:
@@ -99,7 +145,7 @@ def test_where_nothing_helps_that_is_said() -> None:
     facts = NetworkFacts((LayerFacts("Linear", forward=0.25, backward=0.5),))
     request = PlanRequest("gpipe", 1, 4, "never")
     advice = advise(facts, request, (1,), Breakdown(3.0, (1,), (time,)), 1)
-    assert advice.text == "no change is known that would make a step 2% faster"
+    assert advice.text == NOTHING
 
 
 def test_layers_share_a_stages_seconds_as_they_did_when_they_were_measured() -> None:
@@ -114,6 +160,27 @@ def test_layers_share_a_stages_seconds_as_they_did_when_they_were_measured() -> 
     order = ORDERS["gpipe"]
     schedule = order.build(order.place(2), 1, ["never"] * 2)
     assert simulate(schedule, costs).makespan == 33
+
+
+def test_a_faster_worker_is_predicted_to_take_less_time() -> None:
+    facts = NetworkFacts((LayerFacts("", forward=1.0, backward=2.0),) * 2, speeds=(1.0, 2.0))
+    found = measured_facts(facts, ranges((1, 1)), (0, 1), Costs((3.0, 3.0), (6.0, 6.0), (0.0,) * 2))
+    assert [layer.forward for layer in found.layers] == [3.0, 6.0]
+    assert [layer.backward for layer in found.layers] == [6.0, 12.0]
+
+
+def test_what_was_not_measured_or_predicted_stays_as_it_is() -> None:
+    facts = NetworkFacts((LayerFacts("", forward=1.0, backward=0.0), LayerFacts("", forward=2.0)))
+    found = measured_facts(facts, ranges((1, 1)), (0, 1), Costs((0.0, 4.0), (6.0, 0.0), (0.0,) * 2))
+    assert [(layer.forward, layer.backward) for layer in found.layers] == [(1.0, 0.0), (4.0, 0.0)]
+
+
+def test_facts_of_another_number_of_layers_are_not_used() -> None:
+    others = NetworkFacts((LayerFacts("", forward=9.0, backward=1.0),) * 2)
+    costs = Costs((2.0, 2.0), (6.0, 4.0), (0.0, 1.0))
+    found = measured_facts(others, ranges((2, 1)), (0, 1), costs)
+    assert found == measured_facts(None, ranges((2, 1)), (0, 1), costs)
+    assert all(layer.passes_gradient for layer in found.layers)
 
 
 def test_half_of_a_backward_that_was_not_split_is_for_the_input() -> None:
