@@ -144,9 +144,12 @@ class NetworkFacts:
     @property
     def is_possible(self) -> bool:
         """Whether all numbers are ones that a network may have, as those of a file may not be."""
-        parts: list[LayerFacts | LayerSkip | SharedBuffer] = [*self.layers, *self.skips, *self.ties]
-        parts += self.shared_buffers
-        return _are_possible(self) and all(_are_possible(one) for one in parts)
+        pairs, buffers = [*self.skips, *self.ties], self.shared_buffers
+        of_layers = [*(max(pair.source, pair.target) for pair in pairs), *(b.last for b in buffers)]
+        if max(of_layers, default=-1) >= len(self.layers) or not all(self.speeds):
+            return False
+        parts: list[LayerFacts | LayerSkip | SharedBuffer] = [*self.layers, *pairs, *buffers]
+        return _are_possible(self) and all(map(_are_possible, parts))
 
     @property
     def flops_per_sample(self) -> float:
