@@ -108,6 +108,25 @@ def test_a_stage_has_all_layers_of_a_shared_buffer(balance: tuple[int, ...] | No
         assert job.job.generation.blueprint.ranges == ((0, 4), (4, 5))
 
 
+@pytest.mark.parametrize(
+    ("balance", "shared", "message"),
+    [
+        ((3, 2), SharedBuffer(1, 3), "--balance 3,2: layer 1 "),
+        (None, SharedBuffer(0, 4), "--stages 2: more than the parts of model(), 1, "),
+    ],
+)
+def test_a_loop_of_the_users_can_show_that_no_forward_changes_a_buffer(
+    balance: tuple[int, ...] | None, shared: SharedBuffer, message: str
+) -> None:
+    job = ScriptedJob(2, balance=balance, own_loop=True)
+    job.join()
+    for rank in (0, 1):
+        job.receive(Described(rank, LAYERS, (), shared_buffers=(shared,)))
+    assert job.failure.message.startswith(message)
+    advice = ", or pass a sample to pipeworker.Pipeline if no forward changes the buffer"
+    assert job.failure.message.endswith(advice)
+
+
 def test_workers_must_have_the_same_initial_weights() -> None:
     job = ScriptedJob(2)
     job.join()

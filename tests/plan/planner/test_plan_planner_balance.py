@@ -296,6 +296,10 @@ def test_a_given_balance_may_not_part_a_buffer() -> None:
     )
     with pytest.raises(UsageError, match=message):
         plan_order(facts, resolve("gpipe"), Placement.identity(2), 8, balance=(3, 3))
+    for buffer, together in ((SharedBuffer(0, 3), "0 to 3"), (SharedBuffer(2, 5), "2 to 5")):
+        ends = replace(facts, shared_buffers=(buffer,))
+        with pytest.raises(UsageError, match=f"put layers {together} on one stage"):
+            plan_order(ends, resolve("gpipe"), Placement.identity(2), 8, balance=(3, 3))
     with pytest.raises(UsageError, match=r"^--stages 5: more than the parts of model\(\), 4, that"):
         plan_order(facts, resolve("gpipe"), Placement.identity(5), 8)
 

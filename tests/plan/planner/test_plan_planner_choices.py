@@ -41,6 +41,17 @@ def test_a_request_is_planned_as_its_options_say() -> None:
     assert plan_request(facts, looped).schedule.placement.stages == 6
 
 
+def test_a_search_for_the_schedule_keeps_to_the_other_options() -> None:
+    asked = PlanRequest("auto", 2, 4, recompute="always", replicas=2)
+    found = plan_request(network(LAYERS), asked)
+    assert {*found.recompute} == {"always"}
+    assert found.schedule.placement.replicas == 2
+    small = network(LAYERS, 1, 2)
+    assert "does not fit into the memory" in plan_request(small, asked, strict=False).lacking
+    with pytest.raises(UsageError, match="does not fit into the memory"):
+        plan_request(small, asked)
+
+
 def test_many_virtual_stages_are_planned_in_little_time() -> None:
     """Their modes are a power of their number: 43 million for 16 stages a worker."""
     layers = [layer(1.0, 2.0, saved_bytes=10)] * 32
