@@ -97,6 +97,22 @@ def test_alternatives_are_other_schedules_and_other_numbers_of_workers() -> None
     assert eight.balance == (1,) * 8
 
 
+def test_an_alternative_has_a_balance_and_virtual_stages_of_its_own() -> None:
+    asked = PlanRequest("interleaved-1f1b", 2, 4, "never", (1, 1, 1, 1, 1, 3), virtual_stages=3)
+    found = list(alternatives(network(LAYERS), asked))
+    assert not [a for a in found if (a.request.schedule, a.request.workers) == (asked.schedule, 2)]
+    assert {a.request.workers for a in found if a.planned is None} == {4, 8}  # 12 and 24 stages
+    assert {a.request.virtual_stages for a in found if a.request.workers == 2} == {None}
+
+
+def test_replicas_may_share_the_state_of_the_optimizer() -> None:
+    facts = network([layer(optimizer_bytes=100)] * 2)
+    whole = plan_request(facts, replace(GPIPE, replicas=2))
+    shared = plan_request(facts, replace(GPIPE, replicas=2, shard_optimizer=True))
+    assert (whole.memory, shared.memory) == ((100, 100), (50, 50))
+    assert whole.schedule.placement.replicas == 2
+
+
 def test_an_alternative_that_cannot_be_says_why() -> None:
     (found,) = [a for a in alternatives(network(LAYERS[:4]), GPIPE) if a.request.workers == 8]
     assert found.planned is None
@@ -125,6 +141,10 @@ def test_the_most_micro_batches_that_fit(limit: int) -> None:
         plan_request(facts, replace(GPIPE, microbatches=found + 1))
     twice = replace(GPIPE, replicas=2)
     assert largest_microbatches(facts, twice) == found
+
+
+def test_where_one_micro_batch_does_not_fit_none_do() -> None:
+    assert largest_microbatches(network(LAYERS, 20, 2), GPIPE) == 0
 
 
 def test_without_a_limit_any_number_fits() -> None:
