@@ -36,6 +36,10 @@ def test_the_true_offset_is_within_the_error_bound(
 def test_times_that_contradict_each_other_show_nothing() -> None:
     assert measure(0.0, 0.0, 5.0, 1.0) is None  # no heartbeat has arrived yet
     assert measure(10.0, 2.0, 5.0, 11.0) is None
+    # By so little the times are those of a way that took none.
+    found = measure(10.0, 2.0, 5.0, 12.0 - 5e-7)
+    assert found is not None
+    assert found.error == 0
 
 
 def test_the_most_exact_measurement_of_an_interval_is_recorded_once() -> None:
@@ -61,6 +65,13 @@ def test_a_drift_is_followed_between_measurements() -> None:
     assert clocks.offset("one", 900) == (5.0, 1e-4)
     assert clocks.offset("one", 2000) == (5.1, 2e-4)
     assert clocks.offset("another", 900) == (0.0, float("inf"))
+    exact = ClockSample(1019, 5.0, 1e-5)  # of the same half minute as the second
+    clocks = Clocks.of([replace(life, samples=(*samples[:1], ClockSample(1001, 7.0, 1e-3), exact))])
+    assert clocks.samples["one"] == (exact,)
+    worse = ClockSample(1019, 9.0, 1e-2)
+    clocks = Clocks.of([replace(life, samples=(*samples, worse)), replace(life, samples=(exact,))])
+    assert clocks.samples["one"] == (exact, samples[1])
+    assert clocks.offset("one", 1060)[1] == 2e-4  # the larger one of both
 
 
 class Searched(tuple[ClockSample, ...]):
@@ -124,3 +135,16 @@ def test_a_host_whose_clock_is_behind_is_moved_onto_the_coordinators() -> None:
                 event["name"] not in ("step 1", "step 2")
             )
     assert aligned(lives) == tuple(lives)
+    (died,) = lives[2].commands[:1]
+    died = replace(died, answered=None, actions=(died.actions[0]._replace(end=None),))
+    late = replace(behind(replace(lives[2], commands=(died,)), 4321.5), began=BASE - 4320.5)
+    late = replace(
+        late,
+        commands=tuple(
+            replace(c, actions=tuple(a._replace(end=None) for a in c.actions))
+            for c in late.commands
+        ),
+    )
+    _, moved = aligned([own[0], late])
+    assert moved.began == pytest.approx(BASE + 1)
+    assert (moved.commands[0].answered, moved.commands[0].actions[0].end) == (None, None)

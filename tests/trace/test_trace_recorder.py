@@ -80,6 +80,32 @@ def test_more_actions_than_the_ring_has_memory_for_do_not_outlive_the_worker() -
     assert ring.unfinished() is None
 
 
+def test_a_ring_has_all_times_of_a_mini_batch_that_was_not_answered() -> None:
+    ring = Ring()
+    times = ring.begin(1, 0, 1, 2, 1.0)
+    times[0], times[1], times[2], times[3] = done = (1.0, 1.5, 1.5, 2.0)
+    assert ring.unfinished() == MiniBatchTimes(1, 0, 1, 1.0, done)
+
+
+def test_a_path_that_is_too_long_is_not_cut_off() -> None:
+    ring = Ring()
+    ring.path = "x" * 10_000
+    assert ring.path == ""
+
+
+def test_a_command_has_the_seconds_for_which_its_process_was_suspended(tmp_path: Path) -> None:
+    so_far = 3.0
+    recorder = Recorder(tmp_path / "rows", {}, pytest.fail, suspended=lambda: so_far)
+    for later in (3.0, 3.5, 10.0001):
+        recorder.receive(1, recorded=True)
+        so_far = later
+        recorder.write()
+    recorder.close()
+    _, none, little, found = rows(tmp_path / "rows")
+    assert "suspended" not in {**none, **little}  # a busy host may be the reason
+    assert found["suspended"] == 6.5
+
+
 def test_rows_of_what_is_recorded_and_of_the_command_after_it(tmp_path: Path) -> None:
     path = tmp_path / "timeline" / "worker-0.jsonl"
     recorder = Recorder(path, {"worker": 0}, pytest.fail)
@@ -149,6 +175,9 @@ def test_what_a_dead_worker_had_begun_is_recorded(tmp_path: Path) -> None:
     times_in_row = [0, 500_000, 500_000]
     wanted = {"step": 7, "first": 0, "program": 1, "began": 10.0, "times": times_in_row}
     assert row == {**wanted, "lost": True}
+    (tmp_path / "folder").mkdir()
+    ring.path = str(tmp_path / "folder")
+    record_unfinished(ring)  # it cannot be written, and no job depends on it
 
 
 def test_samples_grow_by_a_bounded_number_of_bytes_a_minute() -> None:
