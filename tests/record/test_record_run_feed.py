@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pipeworker.errors import UnreadableFile
+from pipeworker.record import run_feed
 from pipeworker.record.metrics.rows import Rows
 from pipeworker.record.run_feed import KINDS, PlaceFile, RunFeed
 from pipeworker.record.rundir import RunDir
@@ -80,6 +81,51 @@ def test_half_a_row_waits_for_the_other_half(tmp_path: Path) -> None:
         with (tmp_path / "metrics.jsonl").open("a") as file:
             file.write('ep": 2}\n')
         assert new() == ["s2"]
+
+
+def test_a_row_that_is_longer_than_what_is_read_at_once_comes_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_feed, "_MOST_BYTES", 4)
+    record(tmp_path, "s1", "s2")
+    with reader(tmp_path) as new, (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step"')
+        file.flush()
+        assert [new(), new(), new()] == [["s1"], ["s2"], []]
+        file.write(": 3}\n")
+        file.flush()
+        assert new() == ["s3"]
+
+
+def test_a_line_that_is_no_row_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 2}\n')
+    with reader(tmp_path) as new:
+        assert new() == ["s1", "s2"]
+
+
+def test_records_do_not_wait_for_steps_that_nobody_reads(tmp_path: Path) -> None:
+    record(tmp_path, "e1", "c1")
+    with reader(tmp_path, "on_evaluation", "on_checkpoint") as new:
+        assert new() == ["e1", "c1"]
+
+
+def test_a_reader_that_was_killed_before_its_first_record_keeps_its_place(tmp_path: Path) -> None:
+    with reader(tmp_path, before=3):
+        pass
+    record(tmp_path, "s3", "s4")
+    with reader(tmp_path, before=9) as new:
+        assert new() == ["s4"]
+
+
+def test_a_kind_that_is_not_read_for_a_while_keeps_its_place(tmp_path: Path) -> None:
+    record(tmp_path, "e1", "e2", "e2")
+    with reader(tmp_path, "on_evaluation") as new:
+        assert new() == ["e1", "e2", "e2"]
+    with reader(tmp_path, "on_step") as new:
+        assert new() == []
+    record(tmp_path, "e2", "e3")
+    with reader(tmp_path, "on_evaluation", before=9) as new:
+        assert new() == ["e2", "e3"]
 
 
 def test_a_reader_continues_behind_its_place(tmp_path: Path) -> None:
