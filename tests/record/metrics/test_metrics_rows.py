@@ -79,6 +79,21 @@ def test_the_last_row_is_withdrawn(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     file.close()
 
 
+def test_a_row_behind_which_another_one_is_pending_is_not_withdrawn(tmp_path: Path) -> None:
+    path = wrote(tmp_path / "metrics.jsonl", {"step": 1}, {"step": 2})
+    file = Rows(path)
+    file.append({"step": 3})
+    file.withdraw(2)
+    file.flush()
+    file.append({"step": 3})  # a loop of the user's own has gone back
+    file.withdraw(3)
+    file.flush()
+    assert [row["step"] for row in rows.read(path)] == [1, 2, 3]
+    file.close()
+    Rows(tmp_path / "none", later=True).withdraw(1)
+    assert not (tmp_path / "none").exists()
+
+
 def test_lines_are_read_from_the_end(tmp_path: Path) -> None:
     path = wrote(tmp_path / "x", *({"step": step, "a": "x" * 90} for step in range(2000)), "{")
     assert path.stat().st_size > 2 * rows.BLOCK_BYTES
