@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -291,6 +292,24 @@ def test_files_that_checkpoints_share_count_once(folder: Path) -> None:
     assert everything.endswith("would free 5.0M in 1 run\n")
     assert "5.0M" not in run("prune", "runs/b", "--keep-weights")
     assert run("prune", "runs/b", "--remove-weights").endswith("freed 5.0M in 1 run\n")
+
+
+def test_prune_names_what_it_cannot_use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "runs" / "0").mkdir()
+    path = complete(RunDir(folder / "runs" / "a"), 1).relative_to(folder)
+
+    def fail(*_: object, **__: object) -> bool:
+        raise OSError(errno.EIO, "Input/output error")
+
+    for used, named in (("RunLock", "runs/a/.lock"), ("remove_unless_held", path)):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"pipeworker.runs.prune.{used}", fail)
+            done = CliRunner().invoke(cli.main, ["prune", "runs", "--remove-weights"])
+        first, last = done.output.splitlines()
+        assert first.startswith("0: left alone: runs/0: not the directory of a run; ")
+        assert last.startswith(f"error: {named}: ")
+        assert last.endswith("Input/output error")
+        assert done.exit_code == 1
 
 
 def test_prune_says_what_it_would_keep(folder: Path) -> None:
