@@ -193,9 +193,9 @@ def recent_rows(run_dir: RunDir) -> tuple[Row, ...]:
 
 def speeds_of(recent: Sequence[Row]) -> tuple[float | None, float | None]:
     """Return the medians of samples and of tokens per second; None if unknown."""
-    samples = [_positive(row.get("samples_per_second")) for row in recent]
-    seconds = [(_positive(row.get("seconds")), row) for row in recent]
-    tokens = [_positive(row.get("tokens")) / took for took, row in seconds if took]
+    samples = [positive(row.get("samples_per_second")) for row in recent]
+    seconds = [(positive(row.get("seconds")), row) for row in recent]
+    tokens = [positive(row.get("tokens")) / took for took, row in seconds if took]
     return _median(samples), _median(tokens)
 
 
@@ -208,7 +208,7 @@ def _checkpoints(run_dir: RunDir) -> dict[Path, Manifest]:
     return found
 
 
-def _positive(value: Any) -> float:
+def positive(value: Any) -> float:
     """Return a positive number as a float; 0 for any other value, which a file may have."""
     return float(value) if isinstance(value, (int, float)) and 0 < value < _MOST else 0.0
 

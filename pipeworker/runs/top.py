@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -15,13 +16,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pipeworker.display.text import data_size, duration, number, sanitize, strict
+from pipeworker.display.text import data_size, duration, figure_text, sanitize, strict
 from pipeworker.errors import RecordError, UsageError, reading
 from pipeworker.plan.figures import rate_text, seconds_text
 from pipeworker.record import lock, present
 from pipeworker.record.metrics import rows
 from pipeworker.record.present import Present
 from pipeworker.record.rundir import Request, RunDir, running
+from pipeworker.runs.info import positive
 
 _EVERY = 1.0
 _PATIENCE = 10.0
@@ -111,7 +113,7 @@ def _recent(run_dir: RunDir) -> dict[str, Any]:
     if not recent:
         return {}
     medians = {
-        name: statistics.median(float(row.get(name) or 0) for row in recent)
+        name: statistics.median(positive(row.get(name)) for row in recent)
         for name in ("samples_per_second", "seconds")
     }
     return {"step": recent[0].get("step"), "loss": recent[0].get("loss"), **medians}
@@ -123,7 +125,7 @@ def _head(moment: _Moment) -> RenderableType:
     if last:
         parts = [
             f"step {last['step']} done",
-            f"loss {number(float('nan' if last['loss'] is None else last['loss']))}",
+            f"loss {figure_text(math.nan if last['loss'] is None else last['loss'])}",
             f"{rate_text(last['samples_per_second'])} samples/s",
             f"{seconds_text(last['seconds'])} a step",
         ]
