@@ -21,7 +21,7 @@ from pipeworker.errors import UsageError
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.record.checkpoint.checkpoint import Checkpoint
 from pipeworker.record.checkpoint.manifest import WorkerFiles, file_names
-from pipeworker.record.checkpoint.restore import restore
+from pipeworker.record.checkpoint.restore import restore, restored_position
 from pipeworker.record.checkpoint.snapshot_buffer import SnapshotBuffer
 from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory
 from pipeworker.record.checkpoint.stage_state import (
@@ -438,6 +438,7 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
     "JSON of something else": ("state", lambda _: b'{"a": 1}', FOREIGN),
     "a list": ("state", lambda _: b"[]", FOREIGN),
     "no groups": ("state", replaced(b'"groups"', b'"g"'), FOREIGN),
+    "no number": ("state", replaced(b'"updates": [{', b'"updates": [{"steps": "x", '), FOREIGN),
     "no optimizer": ("state", replaced(b'"updates": [{', b'"updates": [1, {'), FOREIGN),
     "a missing tensor": ("state", replaced(b"0.bias/exp_avg", b"0.bias/other"), FOREIGN),
 }
@@ -461,6 +462,18 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     path.unlink()
     with pytest.raises(UsageError, match=f"{path}: cannot be read: No such file"):
         restore([shard], one_stage().parts(), TIE)
+
+
+def test_what_the_files_of_several_workers_lack_or_have_twice_is_named(tmp_path: Path) -> None:
+    saved = one_stage().save(tmp_path)
+    (shard,) = saved.worker_files()
+    with pytest.raises(UsageError, match=rf"{shard.model}: .*'0\.weight' is in another part as"):
+        restore([shard, shard], one_stage().parts(), TIE)
+    with pytest.raises(UsageError, match="has no position in the data: a loop of its own wrote"):
+        restored_position([shard])
+    content = json.loads(shard.state.read_text())
+    shard.state.write_text(json.dumps({**content, "data": {"epoch": 3}}))
+    assert restored_position([shard]) == {"epoch": 3}
 
 
 def test_expanded_buffers_are_loaded_and_stay_expanded_where_they_can() -> None:
