@@ -172,6 +172,34 @@ def test_two_runs_are_compared(folder: Path) -> None:
     assert ["best", "evaluation", "loss", "0.6000", "accuracy", "0.7500"] in shown
 
 
+def test_what_two_runs_have_in_common_is_said(folder: Path) -> None:
+    lines = run("compare", "runs/a", "runs/a").splitlines()
+    for line in (
+        "the options are the same",
+        "versions and hosts are the same",
+        "the job files are the same",
+        "the losses of all steps that both have done are equal",
+    ):
+        assert line in lines
+    for name, dirty in (("a", False), ("b", True)):
+        path = Path("runs", name, "run.json")
+        record = {**json.loads(path.read_text()), "git": {"commit": "c0ffee", "dirty": dirty}}
+        path.write_text(json.dumps({**record, "job_sha256": name}))
+    lines = run("compare", "runs/a", "runs/b").splitlines()
+    assert ["git", "c0ffee", "c0ffee,", "changed"] in [line.split() for line in lines]
+    assert "job files differ: diff runs/a/job.py runs/b/job.py" in lines
+    shown = [line.split() for line in run("compare", "runs/a", "runs/c").splitlines()]
+    assert ["git", "c0ffee", "-"] in shown
+
+
+def test_a_long_curve_is_compared_at_ten_steps(folder: Path) -> None:
+    begin(folder, "long", [1 / step for step in range(1, 101)])
+    found = json.loads(run("compare", "--json", "runs/long", "runs/c"))
+    steps = [point["step"] for point in found["curves"]["loss"]]
+    assert steps == [1, 12, 23, 34, 45, 56, 67, 78, 89, 100]
+    assert len(found["curves"]["evaluation loss"]) == 10
+
+
 def test_speeds_are_compared_if_they_are_known(folder: Path) -> None:
     assert "samples/s" not in run("compare", "runs/a", "runs/b")
     speeds = {"samples_per_second": 8.5, "seconds": 0.5, "tokens": 100}
