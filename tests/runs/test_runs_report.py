@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,9 +14,13 @@ from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.job.options import Options
 from pipeworker.plan.simulate import Costs
 from pipeworker.record import run_record
+from pipeworker.record.run_record import RunRecord, write_summary
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs.report import report
+from pipeworker.runs.report_page import write_page
 from pipeworker.trace.advice import Advice
+from pipeworker.wire.lines import Verdict
+from support.in_process.checkpoints import complete
 from support.pure.facts import layer, network
 from support.pure.orders import build
 from support.pure.timelines import lives_of, write_lives, write_records
@@ -108,6 +113,44 @@ def test_the_steps_of_two_runs_are_compared(tmp_path: Path) -> None:
     assert report(second, first).startswith(f"a step of {first} takes 96% more time than one of ")
     both = json.loads(report(first, second, as_json=True))["runs"]
     assert both == [json.loads(report(path, as_json=True)) for path in (first, second)]
+
+
+def test_a_page_tells_what_happened_in_order(tmp_path: Path) -> None:
+    run_dir = run_of(tmp_path / "run")
+    record = RunRecord.read(run_dir)
+    record.add_resume(record.options, {"host": "there", "started": "2026-11-28"}, 2)
+    for step, row in ((1, None), (2, {"step": 2, "loss": 0.5})):
+        path = complete(run_dir, step, evaluation=row)
+        os.utime(path, (2e9 + step, 2e9 + step))
+    run_dir.logs.mkdir()
+    run_dir.coordinator_log.write_text(
+        "2026-11-27 10:00:00,123 WARNING worker 1 was lost: killed\n"
+        "2026-11-27 10:00:00,123 WARNING dropped 3 messages\n"
+        "2026-11-27 10:00:00,123 INFO continues\n"
+        "2026-13-99 10:00:00,123 WARNING at no time\n"
+    )
+    verdict = Verdict("failed", 1, 4, 2.5, (), 0.25, "boom", ("killed", "no reply"))
+    write_summary(run_dir, verdict, 2)
+    write_page(run_dir.path, tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    happened = (
+        "lost: no reply",
+        "began on here",
+        "warning: worker 1 was lost: killed",
+        "was resumed after step 2 on there",
+        "checkpoint step-00000001<",
+        "checkpoint step-00000002, loss 0.5000 in evaluation",
+        "failed: boom, after 4 steps",
+    )
+    places = [text.index(one) for one in happened]
+    assert places == sorted(places)
+    for other in ("lost: killed<", "dropped 3", "continues", "at no time"):
+        assert f">{other}" not in text
+    assert "Where it goes as planned" in text
+    run_dir.summary.unlink()
+    run_dir.coordinator_log.unlink()
+    write_page(run_dir.path, tmp_path / "page.html")
+    assert "lost: its processes ended without a summary" in (tmp_path / "page.html").read_text()
 
 
 def test_a_step_that_took_no_time_is_none(tmp_path: Path) -> None:
