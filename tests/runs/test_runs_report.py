@@ -115,6 +115,22 @@ def test_the_steps_of_two_runs_are_compared(tmp_path: Path) -> None:
     assert both == [json.loads(report(path, as_json=True)) for path in (first, second)]
 
 
+def test_a_report_is_of_the_stages_that_a_job_has_had_last(tmp_path: Path) -> None:
+    """It has lost a worker of three, and goes on with two."""
+    run_dir, wide = RunDir(tmp_path), build("gpipe", 3, MICROBATCHES, "never")
+    write_records(run_dir)
+    write_lives(run_dir, wide, lives_of(wide, steps=3))
+    narrow = [
+        replace(life, generation=2, commands=life.commands[3:])
+        for life in lives_of(SCHEDULE, steps=6)
+    ]
+    write_lives(run_dir, SCHEDULE, narrow)
+    found = json.loads(report(run_dir.path, as_json=True))
+    assert found["steps"] == [5, 6]
+    assert [worker["stages"] for worker in found["workers"]] == [[0], [1]]
+    assert all(worker["idle"]["recovery"] == 0 for worker in found["workers"])
+
+
 def test_a_page_tells_what_happened_in_order(tmp_path: Path) -> None:
     run_dir = run_of(tmp_path / "run")
     record = RunRecord.read(run_dir)
