@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pipeworker.display.progress import JobProgress
-from pipeworker.errors import UsageError, a_type, of_status
+from pipeworker.errors import PipeworkerError, UsageError, a_type, of_status
 from pipeworker.facts.step import StepResult
 from pipeworker.job.options import Options
 from pipeworker.job.renamed import reject_batch_size, reject_renamed, written
@@ -95,7 +95,8 @@ def launch(
 
     Raises:
         UsageError: the command or the job file is wrong; nothing was trained.
-        PipeworkerError: the job failed; the message is that of the command.
+        PipeworkerError: the job failed; the message is that of the command. Or the command has only
+            submitted the job, as ``on="kubernetes"`` does: the job runs.
     """
     words = command_words(job_file, arguments, options)
     progress = JobProgress(quiet=quiet, notebook=notebook_shell() is not None)
@@ -120,6 +121,11 @@ def launch(
     if status:
         text = end.get("error") or job.errors or f"the job ended with status {status}"
         raise of_status(status)(text)
+    if not end:  # Kubernetes has accepted the job, and the command does not follow it
+        raise PipeworkerError(
+            "pipeworker.launch(): the job was submitted, and its end is not reported to this call; "
+            "follow it with the cluster's own commands"
+        )
     run_dir = Path(end["run_dir"])
     saved, summary = end["checkpoint"], read_summary(RunDir(run_dir))
     return LaunchResult(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,16 @@ def test_a_mistake_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(pipeworker.UsageError, match=r"^pipeworker\.launch\(\): debug: it needs"):
         pipeworker.launch("no.py", debug=True)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_command_that_only_submits_the_job_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As ``--on kubernetes`` does, it shows how to follow the job, and ends without its result."""
+    monkeypatch.setattr(sys, "executable", "/bin/echo")
+    with pytest.raises(pipeworker.PipeworkerError, match="the job was submitted, and its end is"):
+        pipeworker.launch("job.py", on="kubernetes", stages=1)
+    assert "launch --json --on=kubernetes --stages=1 job.py" in capfd.readouterr().out
 
 
 def test_a_job_is_launched(
