@@ -8,6 +8,7 @@ that is kept can be sent to several receivers.
 
 from __future__ import annotations
 
+import errno
 import io
 import mmap
 import os
@@ -151,6 +152,7 @@ def receive(connection: socket.socket) -> Any:
 
     Raises:
         EOFError: the sender is gone.
+        OSError: there is no memory, or no descriptor.
     """
     try:
         message, files, _, _ = socket.recv_fds(connection, _LONGEST, 1)
@@ -159,6 +161,8 @@ def receive(connection: socket.socket) -> Any:
     if not message:
         raise EOFError
     if not files:
+        if message == _FILE:  # the system has dropped the descriptor
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return _unpack(bytearray(message[1:]))
     try:
         # The sender does not write it again. A page is copied when a tensor on it is changed.

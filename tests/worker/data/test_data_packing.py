@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +87,17 @@ def test_a_message_can_be_sent_again_and_a_receiver_changes_only_its_own(pair: P
         del found
     packed.close()
     assert len([*Path("/proc/self/fd").iterdir()]) == before
+
+
+def test_a_message_for_which_no_descriptor_is_left_cannot_be_received(pair: Pair) -> None:
+    send(pair[0], torch.randn(50_000))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            receive(pair[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 class Sub(torch.Tensor):
