@@ -327,12 +327,12 @@ def entries(
     if not layers:
         raise UsageError("model() returned no layers; return at least one for each stage")
     for index, entry in enumerate(layers.values()):
-        if not isinstance(entry, nn.Module) and not callable(entry):
+        if not callable(entry):
             raise UsageError(
                 f"layer {index} of model() is {a_type(entry)}; make it an nn.Module or a function "
                 "that builds one"
             )
-        if isinstance(entry, (nn.Module, BuiltinFunctionType)) or signatures.accepts(entry, 0):
+        if isinstance(entry, nn.Module) or signatures.accepts(entry, 0):
             continue
         if isinstance(entry, type) or not signatures.accepts(entry, 1):
             raise UsageError(f"layer {index} of model() {signatures.needs_arguments(entry)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import operator
 import os
 import sys
 import textwrap
@@ -305,10 +306,10 @@ def test_the_documented_example_is_a_job(tmp_path: Path) -> None:
 
 def test_digests_cover_the_job_file_and_the_modules_beside_it(tmp_path: Path) -> None:
     (tmp_path / "net").mkdir()
-    for name in ("job.py", "net/blocks.py", "job2.py"):
+    for name in ("job.py", "net/blocks.py", "job2.py", "net/compiled.so"):
         (tmp_path / name).write_text(name)
     modules = []
-    for file in (tmp_path / "net/blocks.py", tmp_path / "gone.py", "/usr/lib/other.py", None):
+    for file in (*(tmp_path / "net").iterdir(), tmp_path / "gone.py", "/usr/lib/other.py", None):
         module = ModuleType("m")
         module.__file__ = None if file is None else str(file)
         modules.append(module)
@@ -341,6 +342,8 @@ def test_the_modules_of_a_job_are_those_imported_since_it_began_to_load(
     load(write(tmp_path, "second.py"))
     for name in ("pipeworker.late", "torch.late", "theirs"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "blocked", None)
+    monkeypatch.setitem(sys.modules, "replaced", object())
     names = [module.__name__ for module in job_file.modules()]
     assert names == ["pipeworker_job.second", "theirs"]
 
@@ -358,6 +361,7 @@ def test_a_function_of_one_argument_is_a_layer() -> None:
     assert found[3] is nn.ReLU
     assert isinstance(found[1], nn.Module)
     assert found[1](torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
-    for wrong in (lambda x, y: x, nn.Linear):
+    # A class builds a layer, also if it has one argument.
+    for wrong in (lambda x, y: x, nn.Linear, nn.LayerNorm, operator.add):
         with pytest.raises(UsageError, match=r"layer 0 of model\(\)"):
             job_file.entries(job([wrong]))
