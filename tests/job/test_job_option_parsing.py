@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from pipeworker.errors import UsageError
@@ -13,15 +14,16 @@ from pipeworker.job.option_parsing import make_options
 
 def test_options_that_are_not_given_have_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    options = make_options("job.py", 3, {"steps": None, "seed": 7})
+    options = make_options("job.py", 3, {"steps": None, "keep": None, "seed": 7})
     assert (options.microbatches, options.threads, options.steps, options.seed) == (12, 1, None, 7)
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     assert make_options("job.py", 3, {}).threads == 4
     assert make_options("job.py", 3, {"threads": 2}).threads == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "3, 2")  # for two levels of parallel regions
     assert make_options("job.py", 2, {}).threads == 3
-    monkeypatch.setenv("OMP_NUM_THREADS", "many")
-    assert make_options("job.py", 3, {}).threads == 1
+    for wrong in ("many", "0"):
+        monkeypatch.setenv("OMP_NUM_THREADS", wrong)
+        assert make_options("job.py", 3, {}).threads == 1
 
 
 @pytest.mark.parametrize("balance", ["1,2", [1, 2], (1, 2)])
@@ -35,6 +37,12 @@ def test_a_balance_may_be_written_in_several_ways(balance: Any) -> None:
         ("steps", "3", "--steps '3': must be of type int, not str"),
         ("steps", 3.0, "--steps 3.0: must be of type int, not float"),
         ("seed", True, "--seed True: must be of type int, not bool"),
+        ("replicas", "2", "--replicas '2': must be of type int, not str"),
+        (
+            "evaluate_every",
+            "\u00b2",
+            "--evaluate-every \u00b2: must be a number of steps, or epoch",
+        ),
         ("stop_on_nan", 1, "--stop-on-nan 1: must be of type bool, not int"),
         *(("balance", given, "not a list of layer counts") for given in ([1, "2"], (1.5, 1.5))),
         ("clip_grad_norm", "1", "--clip-grad-norm '1': must be of type float, not str"),
@@ -59,8 +67,19 @@ def test_paths_are_relative_to_the_working_directory(
     assert made.init_from == str(tmp_path / "a.pt")
 
 
-def test_a_whole_number_is_a_float_too() -> None:
-    assert make_options("job.py", 2, {"clip_grad_norm": 1}).clip_grad_norm == 1
+def test_a_whole_number_and_one_of_numpy_are_floats_too() -> None:
+    for value in (1, numpy.float64(1)):
+        assert make_options("job.py", 2, {"clip_grad_norm": value}).clip_grad_norm == 1
+
+
+def test_a_number_of_steps_between_checkpoints_may_be_a_number() -> None:
+    assert make_options("job.py", 2, {"checkpoint_every": 9}).checkpoint_every == "9"
+
+
+def test_micro_batches_are_by_default_those_of_a_schedule_of_the_jobs_own() -> None:
+    own = "mine stages=2 microbatches=2\n0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0 1F1 1B1\n"
+    assert make_options("job.py", 2, {"schedule": own}).microbatches == 2
+    assert make_options("job.py", 2, {"schedule": own, "replicas": 3}).microbatches == 6
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import ProtocolError, UsageError
 from pipeworker.job.interval import Interval
 from pipeworker.job.option_parsing import make_options
 from pipeworker.job.options import Options
@@ -108,6 +108,33 @@ def test_json_round_trip(made: Options) -> None:
 def test_out_of_range(name: str, value: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         options(**{name: value})
+
+
+def test_evaluations_of_a_loop_of_its_own_or_before_the_first_step_have_a_best() -> None:
+    assert options(best="max:a", patience=3, own_loop=True).patience == 3
+    assert options(best="max:a", evaluate_first=True).best == "max:a"
+    with pytest.raises(UsageError, match="--patience 3: no evaluation is requested"):
+        options(patience=3, evaluate_first=True)
+
+
+@pytest.mark.parametrize("text", ["", "10", "12:10", "0:3", "1:-1"])
+def test_steps_to_profile_are_the_first_and_the_last(text: str) -> None:
+    with pytest.raises(UsageError, match=f"^--profile {text}: must be the first and the last"):
+        options(profile_steps=text)
+
+
+def test_other_text_is_no_options() -> None:
+    for text in ("{", "[" * 10**5, "[]", '{"stages": 2}'):
+        with pytest.raises(ProtocolError, match="not a job's options"):
+            Options.from_json(text)
+
+
+def test_options_for_fewer_stages() -> None:
+    found = options(stages=3, balance=(1, 2, 3), memory=(5, 6, 7), min_stages=2).with_stages(1)
+    assert (found.stages, found.balance, found.memory, found.min_stages) == (1, None, (5,), 1)
+    assert options(balance="even", memory=(5, 6)).with_stages(3) == options(
+        stages=3, balance="even", memory=(5, 6, 6)
+    )
 
 
 def test_a_profile_begins_before_the_run_ends() -> None:

@@ -65,6 +65,16 @@ def test_a_balance_is_dropped_with_another_number_of_stages() -> None:
     assert resume_options.merge(BEFORE, {"schedule": "another"}, ())["balance"] is None
 
 
+def test_an_even_balance_and_one_size_of_memory_stay_with_another_number_of_stages() -> None:
+    before = dataclasses.replace(BEFORE, balance="even", memory=(9,))
+    found = resume_options.merge(before, {"stages": 2}, ())
+    assert (found["balance"], found["memory"]) == ("even", (9,))
+    before = dataclasses.replace(BEFORE, memory=(6, 7, 8, 9))
+    assert resume_options.merge(before, {"steps": 2}, ())["memory"] == (6, 7, 8, 9)
+    assert resume_options.merge(before, {"stages": 2}, ())["memory"] is None
+    assert resume_options.merge(before, {"stages": 2, "memory": (8, 9)}, ())["memory"] == (8, 9)
+
+
 def test_another_number_of_virtual_stages_drops_the_balance() -> None:
     four = merged(schedule="interleaved-1f1b", virtual_stages=4, stages=1, balance=(1, 2, 2, 1))
     assert resume_options.merge(four, {}, ())["balance"] == (1, 2, 2, 1)
@@ -89,6 +99,7 @@ def test_another_number_of_virtual_stages_drops_the_balance() -> None:
         ({"compile": True}, "--compile (off, now on)"),
         ({"deterministic": True}, "--deterministic (off, now on)"),
         ({"arguments": ("a",)}, "arguments (a 'b c', now a)"),
+        ({"arguments": ()}, "arguments (a 'b c', now none)"),
     ],
 )
 def test_options_that_change_the_numbers_must_be_allowed_by_name(
@@ -138,6 +149,7 @@ def test_a_former_name_among_those_that_may_change_leads_to_the_present_one() ->
 
 def test_a_loop_of_its_own_is_resumed_by_such_a_loop_alone() -> None:
     own = Options("/jobs/script.py", 2, 8, own_loop=True)
+    assert not resume_options.merge(own, {}, ())["own_loop"]
     other = dataclasses.replace(own, own_loop=False)
     resume_options.check_unchanged(own, own, (), "the run in R")
     with pytest.raises(UsageError, match=r"the run in R: has the loop of a pipeworker\.Pipeline"):

@@ -73,6 +73,8 @@ def test_every_option_of_the_command_is_known() -> None:
         ({"lr": 3}, "lr: no such option; is it for the job file? Write: arguments=['--lr', '3']"),
         ({"from_zero": True}, "from_zero: no such option; is it for the job file? Write: arg"),
         ({"stage": 3}, "stage: no such option; did you mean stages?"),
+        ({"read_data": "once"}, "read_data: this option was renamed; use data_reader, where once"),
+        ({"init_partial": True}, "init_partial: this option was renamed; use init_strict=False "),
         ({"elastic": 3}, "elastic: this option was renamed; use min_stages"),
         ({"batch_size": 3}, "batch_size: no such option; the batch is what data() yields"),
     ],
