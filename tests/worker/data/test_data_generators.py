@@ -84,6 +84,18 @@ def test_the_generators_of_a_function_are_found(place: str, kind: Callable[[], A
     assert list(own_generators(FUNCTIONS[place](generator)).values()) == [generator]
 
 
+def test_what_has_no_state_or_no_value_yet_is_left_out() -> None:
+    """The system's generator cannot be given a state."""
+    assert not own_generators(functools.partial(draws, random.SystemRandom()))
+
+    def data() -> Iterator[torch.Tensor]:
+        return draws(later)
+
+    assert not own_generators(data)
+    later = torch.Generator()
+    assert list(own_generators(data).values()) == [later]
+
+
 class Items(Dataset[torch.Tensor]):
     """A dataset whose class has a generator."""
 

@@ -111,9 +111,10 @@ class Sub(torch.Tensor):
         torch.randn(2).as_subclass(Sub),
         torch.randn(2, 2).to_sparse(),
         torch.randn(2, dtype=torch.complex64).conj(),
+        torch.randn(2, dtype=torch.complex64).conj().imag,
         torch.empty(2, device="meta"),
     ],
-    ids=["a function", "a subclass", "sparse", "conjugated", "another device"],
+    ids=["a function", "a subclass", "sparse", "conjugated", "negated", "another device"],
 )
 def test_what_cannot_pass_is_rejected(value: Any) -> None:
     with pytest.raises(CannotPass):
