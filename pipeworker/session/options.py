@@ -126,11 +126,11 @@ def script_request(
             raise UsageError(
                 f"{where}: {name} is {value!r}; make it True or False, and run_dir the run"
             )
-    if not isinstance(allow_change, (str, Sequence)):
+    allowed = (allow_change,) if isinstance(allow_change, str) else allow_change
+    if not isinstance(allowed, Sequence) or not all(isinstance(name, str) for name in allowed):
         raise UsageError(
             f"{where}: allow_change is {a_type(allow_change)}; make it a list of names of options"
         )
-    allowed = (allow_change,) if isinstance(allow_change, str) else tuple(allow_change)
     return RunRequest(
-        script_path(), None, options, run_dir, resume, auto_resume, allowed, ranks=ranks
+        script_path(), None, options, run_dir, resume, auto_resume, tuple(allowed), ranks=ranks
     )

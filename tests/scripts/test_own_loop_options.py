@@ -19,6 +19,7 @@ from pipeworker.session.options import (
     NOT_OF_A_SCRIPT,
     check_options,
     option_names,
+    script_request,
 )
 
 CALLS: list[tuple[Callable[..., Any], Mapping[str, str]]] = [
@@ -54,6 +55,14 @@ def test_other_names_that_launch_has_are_known(name: str, text: str) -> None:
     for _, excluded in CALLS:
         with pytest.raises(pipeworker.UsageError, match=text):
             check_options({name: 1}, excluded, "f()")
+
+
+@pytest.mark.parametrize("names", [5, [5], [None], b"seed"])
+def test_what_may_change_is_named_by_texts(names: Any) -> None:
+    with pytest.raises(
+        pipeworker.UsageError, match=r"^f\(\): allow_change is .*; make it a list of names"
+    ):
+        script_request({}, None, names, "f()", ranks=1, resume=True, auto_resume=False)
 
 
 def test_a_run_in_a_notebook_is_named_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
