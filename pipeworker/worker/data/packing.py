@@ -14,6 +14,7 @@ import mmap
 import os
 import pickle
 import socket
+from contextlib import closing
 from itertools import accumulate
 from struct import Struct
 from typing import Any
@@ -109,7 +110,6 @@ class Packed:
             self._inline = bytes(inline)
             return
         self._file = os.memfd_create("pipeworker-data", os.MFD_CLOEXEC)
-        os.ftruncate(self._file, self.size)
         for start, part in zip(starts, parts, strict=True):
             view = memoryview(part)
             while view:
@@ -142,9 +142,8 @@ def send(connection: socket.socket, value: Any) -> None:
         CannotPass: it cannot pass to another process.
         OSError: the receiver is gone.
     """
-    packed = Packed(value)
-    packed.send(connection)
-    packed.close()
+    with closing(Packed(value)) as packed:
+        packed.send(connection)
 
 
 def receive(connection: socket.socket) -> Any:

@@ -89,6 +89,16 @@ def test_a_message_can_be_sent_again_and_a_receiver_changes_only_its_own(pair: P
     assert len([*Path("/proc/self/fd").iterdir()]) == before
 
 
+def test_a_message_that_is_sent_once_leaves_no_descriptor(pair: Pair) -> None:
+    before = len([*Path("/proc/self/fd").iterdir()])
+    value = torch.randn(50_000)
+    assert torch.equal(passed(pair, value), value)
+    pair[1].close()
+    with pytest.raises(BrokenPipeError):
+        send(pair[0], value)
+    assert len([*Path("/proc/self/fd").iterdir()]) == before - 1
+
+
 def test_a_message_for_which_no_descriptor_is_left_cannot_be_received(pair: Pair) -> None:
     send(pair[0], torch.randn(50_000))
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
