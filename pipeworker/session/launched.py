@@ -19,9 +19,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pipeworker.display.figures import evaluation_line
 from pipeworker.display.progress import JobProgress
 from pipeworker.errors import PipeworkerError, UsageError, a_type, of_status
-from pipeworker.facts.step import StepResult
+from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.job.options import Options
 from pipeworker.job.renamed import reject_batch_size, reject_renamed, written
 from pipeworker.record.run_record import read_summary
@@ -264,9 +265,7 @@ class _Job:
             case "step":
                 self._progress.step(StepResult(**_finite(event)))
             case "evaluation":
-                step = event.pop("step")
-                found = "  ".join(f"{name} {value:.6g}" for name, value in _finite(event).items())
-                self._progress.line(f"evaluation after step {step}  {found}")
+                self._progress.line(evaluation_line(Evaluation.of(_finite(event))))
             case "output":
                 self._progress.line(f"{event['worker']} {event['text']}")
             case "note" if self._progress.quiet:
@@ -285,8 +284,4 @@ class _Job:
 
 def _finite(event: Mapping[str, Any]) -> dict[str, Any]:
     """Return an event's figures; null, for one that is not finite, becomes NaN."""
-    optional = ("loss_scale",)
-    return {
-        name: float("nan") if value is None and name not in optional else value
-        for name, value in event.items()
-    }
+    return {name: float("nan") if value is None else value for name, value in event.items()}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,9 @@ import pytest
 
 import pipeworker
 from launcher.options import LAUNCH_PARAMETERS
+from pipeworker.display.progress import JobProgress
+from pipeworker.display.text import strict
+from pipeworker.facts.step import StepResult
 from pipeworker.session.launched import command_words
 from support.real_jobs.jobs import Jobs
 from support.real_jobs.sources import JOB
@@ -120,6 +126,108 @@ def test_a_mistake_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(pipeworker.UsageError, match=r"^pipeworker\.launch\(\): debug: it needs"):
         pipeworker.launch("no.py", debug=True)
     assert not list(tmp_path.iterdir())
+
+
+def launch_events(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, found: tuple[str, str, int], **more: Any
+) -> pipeworker.LaunchResult:
+    """Launch a job whose command writes these events and errors, and ends with this status."""
+    (folder / "events").write_text(found[0])
+    (folder / "errors").write_text(found[1])
+    program = folder / "program"
+    texts = f"cat {folder}/events; cat {folder}/errors >&2"
+    program.write_text(f"#!/bin/sh\n{texts}; exit {found[2]}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    return pipeworker.launch("job.py", **more)
+
+
+ROW = StepResult(1, math.nan, 4, 0.1, 40.0, math.nan, 0.1, 0.25, 0)
+EVENTS = [
+    {"event": "plan", "steps": 2, "first_step": 1},
+    {"event": "evaluation", "step": 0, "loss": 2.5, "accuracy": None},
+    {"event": "step", **strict(dataclasses.asdict(ROW))},
+    {"event": "output", "worker": "[0]", "text": "printed"},
+    {"event": "note", "text": "noted"},
+    {"event": "warning", "text": "warned"},
+    {
+        "event": "end",
+        "run_dir": "R",
+        "steps": 2,
+        "loss": None,
+        "seconds": 1.5,
+        "checkpoint": None,
+    },
+]
+
+
+def test_what_a_job_reports_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    events = "the cluster's own words\n[3]\n" + "\n".join(map(json.dumps, EVENTS))
+    result = launch_events(tmp_path, monkeypatch, (events, "", 0))
+    assert (result.steps, result.loss, result.seconds, result.summary) == (2, None, 1.5, {})
+    assert result.checkpoint is None
+    shown, errors = capfd.readouterr()
+    assert shown.splitlines() == [
+        *("the cluster's own words", "[3]", "step 0/2  starting"),
+        "evaluation before step 1  loss 2.5000  accuracy nan",
+        "step 1/2  loss nan  lr 0.1  40.0 samples/s  bubble 25.0%",
+        "[0] printed",
+    ]
+    assert errors == "note: noted\nwarning: warned\n"
+    launch_events(tmp_path, monkeypatch, (events, "", 0), quiet=True)
+    assert capfd.readouterr() == ("", "warning: warned\n")
+
+
+@pytest.mark.parametrize(
+    ("status", "events", "errors", "message"),
+    [
+        (1, '{"event": "end", "error": "it failed"}', "", "it failed"),
+        (2, "", "note: n\nerror: --x: wrong\n  and more\n", "--x: wrong\n  and more"),
+        (1, "", "Killed\n", "Killed"),
+        (3, "", "", "the job ended with status 3"),
+    ],
+)
+def test_the_error_of_the_command_is_raised(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    events: str,
+    errors: str,
+    message: str,
+) -> None:
+    with pytest.raises(pipeworker.PipeworkerError) as raised:
+        launch_events(tmp_path, monkeypatch, (events, errors, status))
+    assert str(raised.value) == message
+    assert isinstance(raised.value, pipeworker.UsageError) == (status == 2)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_an_interrupt_is_passed_on_and_raised_when_the_job_has_ended(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    saved: bool,
+) -> None:
+    end = {"event": "end", "checkpoint": "R/c" if saved else None, "checkpoint_step": 7}
+    program = tmp_path / "program"
+    trap = f"trap 'cat {tmp_path}/end; exit 130' INT"
+    program.write_text(f"#!/bin/sh\n{trap}\necho begun\nwhile :; do sleep 0.01; done\n")
+    (tmp_path / "end").write_text(json.dumps(end))
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    shown: list[str] = []
+
+    def line(self: JobProgress, text: str, *, error: bool = False) -> None:
+        shown.append(text)
+        if text == "begun":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(JobProgress, "line", line)
+    with pytest.raises(KeyboardInterrupt):
+        pipeworker.launch("job.py")
+    how = "interrupted: step 7 is saved in R/c; resume=True continues"
+    assert shown == ["begun", *([how] if saved else [])]
 
 
 def test_a_command_that_only_submits_the_job_is_an_error(
