@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -25,6 +26,8 @@ def test_nested_outputs_of_micro_batches_are_concatenated() -> None:
         ([torch.tensor(1.0)], "a tensor without dims"),
         ([torch.zeros(2, 3), torch.zeros(2, 4)], r"not of one size .* \[3\] and \[4\]"),
         ([(torch.zeros(1), 1), (torch.zeros(1), 2)], "a int that is not the same"),
+        ([(torch.zeros(1), 1), (torch.zeros(1), 1.0)], "a int that is not the same"),
+        ([(torch.zeros(1), numpy.zeros(2))] * 2, "a ndarray that is not the same"),
         ([[torch.zeros(1)], [torch.zeros(1)] * 2], "another structure in each micro-batch"),
     ],
 )

@@ -94,6 +94,21 @@ def test_layers_that_call_other_functions_are_unlike(functions: list[Any]) -> No
     assert alike.key_of(one) == alike.key_of(again) != alike.key_of(other)
 
 
+def test_functions_that_every_process_compiles_by_itself_are_alike() -> None:
+    """A function inside of one has another address in each process."""
+    one, other = (
+        changed(lambda b: setattr(b, "function", eval("lambda x: (lambda y: y + 1)(x)")))
+        for _ in range(2)
+    )
+    assert alike.key_of(one) == alike.key_of(other)
+
+
+def test_a_function_may_use_a_variable_that_has_no_value_yet() -> None:
+    block = changed(lambda b: setattr(b, "function", lambda x: x + later))
+    assert alike.key_of(block) != alike.key_of(Block())
+    later = 1
+
+
 def test_a_list_may_contain_itself() -> None:
     items: list[Any] = [1]
     items.append(items)
