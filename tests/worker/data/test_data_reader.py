@@ -72,6 +72,12 @@ def test_exhausted_data_starts_a_new_epoch(data: Any) -> None:
     assert first(reader(data)) == EPOCHS
 
 
+def test_a_mini_batch_that_was_peeked_at_stays_the_next_one() -> None:
+    read = reader(two)
+    assert read.peek() is read.peek()
+    assert first(read) == EPOCHS
+
+
 def test_one_epoch_of_data_ends_after_it() -> None:
     read = reader(two, repeat=False)
     assert [read.read() is None for _ in range(3)] == [False, False, True]
@@ -161,6 +167,10 @@ def test_a_generator_object_has_one_epoch() -> None:
             (torch.zeros(2, 2).to_sparse(), torch.zeros(2)),
             "a sparse tensor, which cannot be split; make it dense",
         ),
+        (
+            (torch.zeros(2), torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)])),
+            "a nested tensor, which cannot be split; make it dense",
+        ),
         ((torch.zeros(2), torch.zeros(3)), r"disagree in dim 0, the batch: \(2,\), \(3,\)"),
         ((torch.zeros(2), ["a", "b"]), "a list of 2 plain values beside tensors of 2 samples"),
         (({"x": torch.zeros(3), "y": [(1, 2, 3)]}, None), "a tuple of 3 plain values beside"),
@@ -175,6 +185,28 @@ def test_a_generator_object_has_one_epoch() -> None:
 def test_an_invalid_mini_batch_is_rejected(item: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         reader([item]).read()
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        pytest.param(((torch.zeros(2), torch.zeros(2)), torch.zeros(2)), id="as many tensors"),
+        pytest.param((torch.zeros(2), np.float64(1)), id="a number of NumPy that is a float"),
+        pytest.param((torch.zeros(1), ["a"]), id="one sample"),
+        pytest.param((torch.zeros(3), ["a", "b"]), id="other samples"),
+    ],
+)
+def test_other_values_beside_tensors_are_accepted(item: Any) -> None:
+    assert reader([item]).read()
+
+
+def test_only_the_first_mini_batch_shows_whether_a_list_has_a_value_for_each_sample() -> None:
+    names = ["a", "b"]
+    read = reader([(torch.zeros(samples), names) for samples in (3, 2)])
+    assert [cut.targets[0] for _ in range(2) if (cut := read.read())] == [names, names]
+    alone = reader([(torch.zeros(2), names)], microbatches=1).read()  # nothing is divided
+    assert alone is not None
+    assert alone.targets == [names]
 
 
 @pytest.mark.parametrize("source", [3, None, object()])
@@ -239,6 +271,7 @@ class _Labelled(torch.Tensor): ...
 
 
 _WHOLE = torch.arange(24.0).view(6, 4)
+_COMPLEX = torch.ones(6, dtype=torch.complex64)
 _ARRAY = np.arange(25, dtype=np.float32)
 
 
@@ -256,6 +289,8 @@ _ARRAY = np.arange(25, dtype=np.float32)
         pytest.param(
             tuple(torch.from_numpy(_ARRAY) for _ in "xy"), (False, False), id="one array twice"
         ),
+        pytest.param((_COMPLEX.conj(), torch.ones(6)), (False, True), id="conjugated"),
+        pytest.param((_COMPLEX.conj().imag, torch.ones(6)), (False, True), id="negated"),
         pytest.param((_Labelled(torch.ones(6)), torch.ones(6)), (False, True), id="subclass"),
     ],
 )
@@ -278,6 +313,44 @@ def test_what_is_packed_at_once_is_not_copied_if_a_copy_would_be_the_same(
     first = pytree.tree_leaves((read.inputs[0], read.targets[0]))
     both = zip(whole, first, strict=True)
     assert tuple(one.data_ptr() == other.data_ptr() for one, other in both) == lent
+
+
+def test_the_mini_batch_of_a_prediction_is_always_copied() -> None:
+    x, y = torch.ones(4, 2), torch.ones(4)
+    read = Reader([], microbatches=2, seed=0, epochs=1, lends=(True, True))
+    assert read.split((x, y)).inputs[0].data_ptr() == x.data_ptr()
+    assert read.split((x, y), whole=True).inputs[0].data_ptr() != x.data_ptr()
+
+
+@pytest.mark.parametrize("lends", [False, True])
+@pytest.mark.parametrize(
+    "x", [torch.arange(21.0).view(7, 3), torch.arange(21.0).view(3, 7).t()], ids=["rows", "columns"]
+)
+def test_a_replica_has_its_own_pieces_as_they_are_in_a_copy_of_all(
+    x: torch.Tensor, lends: bool
+) -> None:
+    whole = reader([], microbatches=4).split((x, x))
+    for replica, own in enumerate((slice(0, 2), slice(2, 4))):
+        read = Reader(
+            [], microbatches=4, seed=0, epochs=1, lends=(lends, lends), replica=replica, replicas=2
+        )
+        found = read.split((x, x[:, 0]))
+        assert len(found.inputs) == len(found.targets) == 2
+        for piece, expected in zip(found.inputs, whole.inputs[own], strict=True):
+            assert torch.equal(piece, expected)
+            assert piece.stride() == expected.stride()
+            assert piece.data_ptr() % 64 == expected.data_ptr() % 64
+        assert len(read.split((x, x), whole=True).inputs) == 4
+
+
+def test_replicas_compare_the_content_of_a_mini_batch() -> None:
+    x, y = pair(4)
+    read = Reader([], microbatches=2, seed=0, epochs=1, replicas=2)
+    items = [(x, y), (x + 1, y), (x, y.double()), (x, y[:, None]), (x, None), (x, 1), (x, "1")]
+    assert len({read.split(item).batch.digest for item in items}) == len(items)
+    for item in (*items, (x, (y, object()))):  # an object is shown by its address
+        again = (x.clone(), (y, object())) if type(item[1]) is tuple else item
+        assert read.split(item).batch.digest == read.split(again).batch.digest
 
 
 def test_signatures_depend_on_structure_shapes_and_dtypes() -> None:
