@@ -81,7 +81,7 @@ class Reader:
 
     def peek(self) -> MicroBatches:
         """Return the first mini-batch without consuming it."""
-        self._peeked = self._peeked or self.read()
+        self._peeked = self.read()  # which returns the one from an earlier peek
         assert self._peeked  # empty data has raised
         return self._peeked
 
