@@ -96,12 +96,13 @@ def concatenate_outputs(outputs: Sequence[Any]) -> Any:
                     f"micro-batches: {sizes} without the batch; pad it"
                 )
             return torch.cat(list(parts))
-        if any(type(part) is not type(parts[0]) or not _equal(part, parts[0]) for part in parts):
+        first, *others = parts
+        if any(type(part) is not type(first) or not _equal(part, first) for part in others):
             raise UsageError(
-                f"predict(): the model's output has a {type(parts[0]).__name__} that is not the "
+                f"predict(): the model's output has a {type(first).__name__} that is not the "
                 "same in each micro-batch; put it into a tensor, or leave it out"
             )
-        return parts[0]
+        return first
 
     wholes = [concatenate(parts) for parts in zip(*leaves, strict=True)]
     return pytree.tree_unflatten(wholes, structures[0])

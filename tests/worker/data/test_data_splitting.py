@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy
@@ -18,6 +19,13 @@ def test_nested_outputs_of_micro_batches_are_concatenated() -> None:
     assert torch.equal(whole["y"][0], torch.cat([torch.full((3, 2), 3), torch.full((2, 2), 2)]))
     assert whole["y"][1] is None
     assert whole["scale"] == 2.0
+
+
+def test_the_output_of_one_micro_batch_may_have_any_value() -> None:
+    array = numpy.zeros(2)
+    _, *found = concatenate_outputs([(torch.zeros(1), array, math.nan)])
+    assert found[0] is array
+    assert math.isnan(found[1])
 
 
 @pytest.mark.parametrize(
