@@ -93,7 +93,9 @@ def test_several_evaluation_sets(jobs: Jobs) -> None:
         SOURCE
         + """
     def scheduler(optimizer):
-        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", patience=0)
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, patience=0, threshold=10.0, threshold_mode="abs"
+        )
 """
     )
     sets = scheduled.replace(

@@ -302,3 +302,8 @@ def _check_scheduler(scheduler: Any, built: Optimizer) -> None:
             f"scheduler(optimizer) returned {kind} of another optimizer, so this stage's "
             "learning rate would not change; pass `optimizer` to it"
         )
+    if isinstance(scheduler, _Plateau) and scheduler.mode == "max":
+        raise UsageError(
+            "ReduceLROnPlateau: its mode is 'max', and it is stepped with the evaluation loss, of "
+            "which less is better; make it mode='min'"
+        )

@@ -284,6 +284,13 @@ def test_a_scheduler_of_another_optimizer_is_refused() -> None:
         make([nn.Linear(1, 1)], sgd, lambda _: torch.optim.lr_scheduler.StepLR(other, 1))
 
 
+def test_a_scheduler_for_a_figure_of_which_more_is_better_is_refused() -> None:
+    """It is stepped with the evaluation loss, so it would lower the rate while that improves."""
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    with pytest.raises(UsageError, match=r"ReduceLROnPlateau: its mode is 'max', .* mode='min'"):
+        make([nn.Linear(1, 1)], sgd, lambda optimizer: plateau(optimizer, "max"))
+
+
 def test_a_scheduler_that_names_no_optimizer_is_let_through() -> None:
     made = SimpleNamespace(step=lambda: None, state_dict=dict, load_state_dict=print)
     assert make([nn.Linear(1, 1)], sgd, lambda _: made).optimizers.schedulers == [made]
