@@ -271,7 +271,8 @@ def _not_a_pair_message(item: Any) -> str:
     """Return the end of the error message for a mini-batch that is no pair."""
     kind, must = a_type(item), "make it a pair (input, target)"
     if isinstance(item, (tuple, list)):
-        return f"{kind} of {len(item)}; {must}"
+        how = ", as (batch[:-1], batch[-1]), in a collate_fn" if len(item) > 2 else ""
+        return f"{kind} of {len(item)}; {must}{how}"
     if not isinstance(item, Mapping):
         return f"{kind}; {must}"
     target = next((name for name in item if name in _TARGETS), "target")
@@ -330,11 +331,13 @@ def _batch_size(item: Any, prefix: str) -> int:
         )
     sizes = {tensor.shape[0] for tensor in tensors}
     if len(sizes) > 1:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        shapes = [*dict.fromkeys(str(tuple(tensor.shape)) for tensor in tensors)]
+        shown = ", ".join([*shapes[:8], *(["…"] if len(shapes) > 8 else [])])
         raise UsageError(
-            f"{prefix} tensors that disagree in dim 0, the batch: {shapes}; make it the same in "
-            "all: transpose a tensor whose batch is another dim, and make a tensor without a "
-            "batch, as a mask, in forward"
+            f"{prefix} tensors that disagree in dim 0, the batch: {shown}; make it the same in "
+            "all: transpose a tensor whose batch is another dim, stack the tensors of single "
+            "samples, padded to one length, and make a tensor without a batch, as a mask, in "
+            "forward"
         )
     (samples,) = sizes
     if samples == 0:

@@ -153,7 +153,11 @@ def test_a_generator_object_has_one_epoch() -> None:
         ((torch.zeros(2),) * 3, r"gave a tuple of 3; make it a pair \(input, target\)"),
         (("text", torch.zeros(2)), "an input without a tensor"),
         ((torch.zeros(2),), "gave a tuple of 1"),
-        ([torch.zeros(2)] * 3, "gave a list of 3"),
+        (
+            [torch.zeros(2)] * 3,
+            r"gave a list of 3; .*, as \(batch\[:-1\], batch\[-1\]\), in a collate_fn",
+        ),
+        ([torch.zeros(2)], r"gave a list of 1; make it a pair \(input, target\)$"),
         ({"x": torch.zeros(2)}, r"gave a dict of 'x'; .* as \(dict\(batch\), batch\['target'\]\)"),
         (UserDict(x=0, labels=1), r"a UserDict of 'x', 'labels'; .*, batch\['labels'\]\)"),
         ((UserDict(x=torch.zeros(2)), 1), r"gave a UserDict; make it a plain dict, dict\(batch\)"),
@@ -175,6 +179,11 @@ def test_a_generator_object_has_one_epoch() -> None:
         ((torch.zeros(2), ["a", "b"]), "a list of 2 plain values beside tensors of 2 samples"),
         (({"x": torch.zeros(3), "y": [(1, 2, 3)]}, None), "a tuple of 3 plain values beside"),
         (({"a": torch.zeros(2, 1), "b": torch.zeros(1)}, 0), r"\(2, 1\), \(1,\)"),
+        (
+            (torch.zeros(9, 2), [torch.zeros(n % 3, 4) for n in range(9)]),
+            r"batch: \(9, 2\), \(0, 4\), \(1, 4\), \(2, 4\); .* padded to one length",
+        ),
+        ((torch.zeros(1), [torch.zeros(n) for n in range(2, 20)]), r"\(7,\), \(8,\), …; make it"),
         (
             ((torch.zeros(5, 2), torch.zeros(5, 5)), torch.zeros(2, 5)),
             "transpose a tensor whose batch is another dim, .* as a mask, in forward",
