@@ -302,7 +302,17 @@ def _check_scheduler(scheduler: Any, built: Optimizer) -> None:
             f"scheduler(optimizer) returned {kind} of another optimizer, so this stage's "
             "learning rate would not change; pass `optimizer` to it"
         )
-    if isinstance(scheduler, _Plateau) and scheduler.mode == "max":
+    if not isinstance(scheduler, _Plateau):
+        arguments = inspect.signature(scheduler.step).parameters.values()
+        plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        if needed := [
+            one.name for one in arguments if one.kind == plain and one.default is one.empty
+        ]:
+            raise UsageError(
+                f"scheduler(optimizer) returned {kind}, whose step() needs '{needed[0]}'; return "
+                "an object of your own whose step() counts its calls and steps it"
+            )
+    elif scheduler.mode == "max":
         raise UsageError(
             "ReduceLROnPlateau: its mode is 'max', and it is stepped with the evaluation loss, of "
             "which less is better; make it mode='min'"

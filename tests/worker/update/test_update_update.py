@@ -284,6 +284,17 @@ def test_a_scheduler_of_another_optimizer_is_refused() -> None:
         make([nn.Linear(1, 1)], sgd, lambda _: torch.optim.lr_scheduler.StepLR(other, 1))
 
 
+def test_a_scheduler_whose_step_takes_the_epoch_is_refused() -> None:
+    """It would fail at the end of the first epoch."""
+    made = SimpleNamespace(
+        step=lambda epoch, metric=None: None, state_dict=dict, load_state_dict=print
+    )
+    with pytest.raises(
+        UsageError, match=r"a SimpleNamespace, whose step\(\) needs 'epoch'; return"
+    ):
+        make([nn.Linear(1, 1)], sgd, lambda _: made)
+
+
 def test_a_scheduler_for_a_figure_of_which_more_is_better_is_refused() -> None:
     """It is stepped with the evaluation loss, so it would lower the rate while that improves."""
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
