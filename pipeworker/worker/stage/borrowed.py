@@ -75,8 +75,10 @@ class Borrowing:
             nodes, older = _graph(distinct_tensors(output), begin)
             if user == LOSS and older - before:
                 raise UsageError(
-                    "loss(): uses a tensor with a graph that a layer has left behind, and with "
-                    "several stages it could not have it; return it with the output of the layer"
+                    "loss(): uses a tensor with a graph that a layer has left behind, or takes a "
+                    "gradient through layers (torch.autograd.grad); with several stages it could "
+                    "not. Return the tensor with the output of the layer; take the gradient in the "
+                    "forward of one layer"
                 )
             if (user, index) not in self._known:
                 self._known.add((user, index))

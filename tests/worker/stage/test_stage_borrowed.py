@@ -187,6 +187,16 @@ def test_a_part_of_the_loss_in_another_object_is_rejected() -> None:
         )
 
 
+def test_a_gradient_through_the_layers_is_rejected() -> None:
+    def penalty(output: torch.Tensor, _: Any) -> torch.Tensor:
+        (gradient,) = torch.autograd.grad(output.sum(), KEPT[0], create_graph=True)
+        return output.sum() + gradient.pow(2).sum()
+
+    KEPT.clear()
+    with pytest.raises(UsageError, match=r"takes a gradient through layers .* of one layer$"):
+        train(lambda _, out: KEPT.append(out), penalty)
+
+
 @pytest.mark.parametrize(
     "leave",
     [
