@@ -17,7 +17,7 @@ from torch import nn
 
 from pipeworker.errors import UsageError, a_type
 from pipeworker.job.file import JobFile
-from pipeworker.job.signatures import call_scheduler
+from pipeworker.job.signatures import accepts, call_scheduler, format_signature
 from pipeworker.worker.blame import blame_user, user_code
 from pipeworker.worker.update.empty_groups import accepting_empty_groups, has_parameters
 
@@ -302,18 +302,14 @@ def _check_scheduler(scheduler: Any, built: Optimizer) -> None:
             f"scheduler(optimizer) returned {kind} of another optimizer, so this stage's "
             "learning rate would not change; pass `optimizer` to it"
         )
-    if not isinstance(scheduler, _Plateau):
-        arguments = inspect.signature(scheduler.step).parameters.values()
-        plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        if needed := [
-            one.name for one in arguments if one.kind == plain and one.default is one.empty
-        ]:
+    if isinstance(scheduler, _Plateau):
+        if scheduler.mode == "max":
             raise UsageError(
-                f"scheduler(optimizer) returned {kind}, whose step() needs '{needed[0]}'; return "
-                "an object of your own whose step() counts its calls and steps it"
+                "ReduceLROnPlateau: its mode is 'max', and it is stepped with the evaluation loss, "
+                "of which less is better; make it mode='min'"
             )
-    elif scheduler.mode == "max":
+    elif not accepts(scheduler.step, 0):
         raise UsageError(
-            "ReduceLROnPlateau: its mode is 'max', and it is stepped with the evaluation loss, of "
-            "which less is better; make it mode='min'"
+            f"scheduler(optimizer) returned {kind} with {format_signature(scheduler.step)}; return "
+            "an object of your own whose step() counts its calls and steps it"
         )

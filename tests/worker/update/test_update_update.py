@@ -286,12 +286,12 @@ def test_a_scheduler_of_another_optimizer_is_refused() -> None:
 
 def test_a_scheduler_whose_step_takes_the_epoch_is_refused() -> None:
     """It would fail at the end of the first epoch."""
-    made = SimpleNamespace(
-        step=lambda epoch, metric=None: None, state_dict=dict, load_state_dict=print
-    )
-    with pytest.raises(
-        UsageError, match=r"a SimpleNamespace, whose step\(\) needs 'epoch'; return"
-    ):
+
+    def step(epoch: int, metric: float | None = None) -> None:
+        raise AssertionError(epoch, metric)
+
+    made = SimpleNamespace(step=step, state_dict=dict, load_state_dict=print)
+    with pytest.raises(UsageError, match=r"a SimpleNamespace with step\(epoch, ...\); return"):
         make([nn.Linear(1, 1)], sgd, lambda _: made)
 
 
