@@ -85,7 +85,10 @@ class StreamCopies(Copies):
 
     def back(self, source: torch.Tensor) -> torch.Tensor:
         # Allocate for the computing stream, where the result is used and freed.
-        return self._copy(source, self._accelerator.empty(len(source)))
+        target = self._accelerator.empty(len(source))
+        if torch.are_deterministic_algorithms_enabled():  # torch fills it, in that stream
+            self.follow()
+        return self._copy(source, target)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         with self._accelerator.using(self._accelerator.offloads):

@@ -112,7 +112,13 @@ class LateDevice(Accelerator):
         return block is not None and block.stream is not None
 
     def empty(self, count: int) -> torch.Tensor:
-        return self._new(count, self.current)
+        made = self._new(count, self.current)
+        if torch.are_deterministic_algorithms_enabled():  # torch fills what it allocates
+            block = self._block_of(made)
+            assert block
+            fill = partial(ctypes.memset, block.memory, 0xFF, len(block.memory))
+            self.submit(self.current, fill)
+        return made
 
     def used(self, tensor: torch.Tensor, stream: Any) -> None:
         block = self._block_of(tensor)

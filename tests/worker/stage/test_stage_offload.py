@@ -13,11 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeworker.host.position import Tracker
 from pipeworker.worker.blame import UserCodeError
+from pipeworker.worker.device.numerics import deterministic_mode
 from pipeworker.worker.stage.layers import StageConfig
 from pipeworker.worker.stage.microbatch import MicroBatch
-from pipeworker.worker.stage.offload import Copies, SavedGraph
+from pipeworker.worker.stage.offload import Copies, SavedGraph, StreamCopies
 from pipeworker.worker.stage.stage import Stage
 from support.devices.copies import CPU, LateCopies
+from support.devices.device import LateDevice
 from support.in_process.layers import Layer
 
 
@@ -244,3 +246,16 @@ def test_a_checkpoint_inside_a_layer_keeps_its_own_input_there() -> None:
         one.backward(first)
         one.backward(second)
         assert one.moved == ["out 24", "out 24", "back 24", "back 24"]
+
+
+@pytest.mark.parametrize("fills", [False, True])
+def test_memory_that_torch_fills_is_copied_to_behind_the_fill(fills: bool) -> None:
+    """``--deterministic`` has torch fill what it allocates, in the computing stream."""
+    device = LateDevice(["offloads"])
+    copies = StreamCopies(device, least=1)
+    source = device.pinned(8).fill_(7)
+    with deterministic_mode(lambda: fills):
+        copies.follow()
+        target = copies.back(source)
+        copies.wait(copies.mark())
+    assert device.read(target).tolist() == [7] * 8
