@@ -449,11 +449,12 @@ def calling_around_compilations(
 def allow_any_number_of_graphs() -> None:
     """Have ``torch.compile`` compile for every new shape, and raise an error where it cannot.
 
-    The graphs can run backward twice: the two parts of a split backward do.
+    The graphs can run backward twice: the two parts of a split backward do. On an accelerator they
+    run in a thread of torch's own. Settings are per thread, so there the default counts.
     """
     from torch._dynamo import config
     from torch._functorch import config as graphs
 
     config.recompile_limit = config.accumulated_recompile_limit = sys.maxsize
     config.fail_on_recompile_limit_hit = True
-    graphs.donated_buffer = False
+    graphs.donated_buffer = graphs._config["donated_buffer"].default = False

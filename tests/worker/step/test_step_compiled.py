@@ -9,6 +9,8 @@ import copy
 import dataclasses
 import functools
 import itertools
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -141,6 +143,19 @@ def test_a_backward_leaves_what_its_second_part_needs() -> None:
     """Otherwise a graph's backward may write its results there, and runs once."""
     compiled([nn.Linear(2, 2)], EAGER)[0](torch.ones(1, 2))
     assert not functorch_config.donated_buffer
+
+
+def test_a_thread_of_torch_runs_a_split_backward_after_a_whole_one() -> None:
+    """On an accelerator all backwards run in such a thread, with no settings of this one."""
+    (layer,) = compiled([nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))], EAGER)
+
+    def total() -> torch.Tensor:
+        output: torch.Tensor = layer(torch.ones(2, 4, requires_grad=True))
+        return output.sum()
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(total().backward).result()
+        thread.submit(partial(total().backward, retain_graph=True)).result()
 
 
 @slow
