@@ -37,8 +37,14 @@ from pipeworker.worker.stray_children import end_stray_child
 
 _NOT_SHOWN = (f"{Path(pipeworker.__file__).parent}{os.sep}", "<frozen importlib")
 _MAX_CHARACTERS = 20_000
-_CPU_MEMORY = "DefaultCPUAllocator: "
-"""Part of torch's RuntimeError for a host without memory."""
+_NO_MEMORY = (
+    "DefaultCPUAllocator: ",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+"""Parts of torch's RuntimeErrors for a host without memory, and for a device that lacks it for
+other things than tensors: several stages may share one."""
 _USE_LESS_MEMORY = (
     "\n  out of memory: {}use more --microbatches, to make each smaller, --recompute always or "
     "offload, to keep less of them, or more --stages or another --balance, to give this stage "
@@ -259,7 +265,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, UserCodeError):
         error = error.error
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and _CPU_MEMORY in message_of(error)
+        isinstance(error, RuntimeError) and any(part in message_of(error) for part in _NO_MEMORY)
     )
 
 

@@ -149,7 +149,11 @@ def test_a_job_file_that_exits_chooses_its_message_and_status(
 def test_an_error_about_memory_advises_how_to_use_less() -> None:
     with pytest.raises(RuntimeError) as on_the_cpu:
         torch.empty(1 << 46)
-    for error in (on_the_cpu.value, torch.OutOfMemoryError("CUDA out of memory"), MemoryError()):
+    cublas = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    for error in (
+        *(on_the_cpu.value, torch.OutOfMemoryError("CUDA out of memory"), MemoryError()),
+        *(torch.AcceleratorError("CUDA error: out of memory"), RuntimeError(cublas)),
+    ):
         for seen in (error, raised_by(error, layer(5, "Linear"))):
             failure = failure_of(seen, 0, Position(Phase.FORWARD, 3))
             assert failure.cause is Cause.USER
