@@ -20,15 +20,18 @@ _OF_BACKENDS = (
     *("cudnn.rnn.fp32_precision", "mkldnn.matmul.fp32_precision", "mkldnn.conv.fp32_precision"),
     "cuda.matmul.allow_fp16_reduced_precision_reduction",
     "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "cuda.matmul.allow_fp16_accumulation",
     *("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic", "mkldnn.enabled"),
 )
 _OF_TORCH: tuple[Callable[[], object], ...] = (
     *(torch.get_default_dtype, torch.are_deterministic_algorithms_enabled),
     *(torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled),
     *(torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.cudnn_sdp_enabled),
+    torch.backends.cuda.preferred_blas_library,
 )
 _OF_ENVIRONMENT = (
     *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _WORKSPACE[0]),
+    *("CUBLASLT_WORKSPACE_SIZE", "PYTORCH_TUNABLEOP_ENABLED"),
     *("MKL_CBWR", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"),
 )
 _LONGEST = 64

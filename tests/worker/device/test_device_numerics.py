@@ -26,9 +26,20 @@ def test_a_setting_that_the_user_changes_shows() -> None:
     assert changed == {"torch.backends.cudnn.benchmark = True"}
 
 
-def test_the_environment_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-    assert "NVIDIA_TF32_OVERRIDE = 0" in numerics.settings()
+@pytest.mark.parametrize("name", ["NVIDIA_TF32_OVERRIDE", "CUBLASLT_WORKSPACE_SIZE"])
+def test_the_environment_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "0")
+    assert f"{name} = 0" in numerics.settings()
+
+
+def test_how_halves_are_added_shows() -> None:
+    before = numerics.settings()
+    torch.backends.cuda.matmul.allow_fp16_accumulation = True
+    try:
+        (changed,) = set(numerics.settings()) - set(before)
+    finally:
+        torch.backends.cuda.matmul.allow_fp16_accumulation = False
+    assert changed == "torch.backends.cuda.matmul.allow_fp16_accumulation = True"
 
 
 def test_how_matrices_are_multiplied_shows_whoever_set_it() -> None:
