@@ -75,9 +75,12 @@ class DeferredBatchNorm:
     def set_moments(self, parts: Sequence[Sequence[torch.Tensor]]) -> None:
         """Replace the moments by copies of those of all replicas, in the replicas' order."""
         for number, module in enumerate(self._moments):
-            rows = [row.clone() for part in parts for row in part[number]]
-            count = module.num_features
-            self._moments[module] = [(int(r[0]), r[1 : 1 + count], r[1 + count :]) for r in rows]
+            rows, width = torch.cat([part[number] for part in parts]), module.num_features
+            counts = rows[:, 0].tolist()  # together: an accelerator is waited for once
+            self._moments[module] = [
+                (int(count), row[1 : 1 + width], row[1 + width :])
+                for count, row in zip(counts, rows, strict=True)
+            ]
 
     def restore_modules(self) -> None:
         """Remove the hooks and restore the modules' own settings."""

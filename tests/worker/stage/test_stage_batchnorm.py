@@ -8,6 +8,7 @@ from torch import nn
 
 from pipeworker.worker.stage import batchnorm
 from pipeworker.worker.stage.batchnorm import DeferredBatchNorm
+from support.devices.device import LateDevice
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -61,6 +62,18 @@ def test_a_norm_without_statistics_is_left_alone() -> None:
     norm = nn.BatchNorm1d(2, track_running_stats=False)
     DeferredBatchNorm([norm])
     assert not norm._forward_pre_hooks
+
+
+def test_the_moments_of_all_replicas_wait_for_a_device_once() -> None:
+    norm, device = nn.BatchNorm1d(2), LateDevice()
+    deferred = DeferredBatchNorm([norm])
+    rows = torch.tensor([[3.0, 0.0, 1.0, 1.0, 2.0], [5.0, 2.0, 3.0, 4.0, 5.0]]).double()
+    with device.active():
+        deferred.set_moments([[device.put(rows) * 1.0], [device.put(rows[:1]) * 1.0]])
+    assert len(device.waits) == 1
+    assert [count for count, _, _ in deferred._moments[norm]] == [3, 5, 3]
+    means = [device.read(mean).tolist() for _, mean, _ in deferred._moments[norm]]
+    assert means == [[0.0, 1.0], [2.0, 3.0], [0.0, 1.0]]
 
 
 class OnMps(torch.Tensor):
