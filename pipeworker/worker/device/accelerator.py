@@ -111,6 +111,7 @@ class Accelerator:
         sends: stream of tensors that leave the device.
         receives: stream of tensors that arrive.
         offloads: stream of offloaded tensors.
+        snapshots: stream of copies of the state that are made while a step runs.
     """
 
     mapping: CudaIpc | None = None
@@ -119,9 +120,10 @@ class Accelerator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._arriving: set[int] = set()
-        self.sends = self.receives = self.offloads = self.current
+        self.sends = self.receives = self.offloads = self.snapshots = self.current
         with suppress(RuntimeError):
-            self.sends, self.receives, self.offloads = (self._stream() for _ in range(3))
+            own = (self._stream() for _ in range(4))
+            self.sends, self.receives, self.offloads, self.snapshots = own
 
     def _stream(self) -> Any:
         return torch.Stream(self.device)

@@ -160,9 +160,8 @@ class SnapshotWriter:
         self._copied.clear()
         seconds = time.monotonic() - began
         if pairs:
-            # The thread has a current stream of its own, which does not wait for the update.
-            same_stream = self._current_stream()
-            self._copies.submit(lambda: self._copy(copy, buffer, pairs, seconds, same_stream))
+            stream = self._stream_behind()
+            self._copies.submit(lambda: self._copy(copy, buffer, pairs, seconds, stream))
         else:  # waking a thread would cost more than what is left
             self._copy(copy, buffer, pairs, seconds, nullcontext())
 
@@ -263,10 +262,16 @@ class SnapshotWriter:
         if self._error is not None:
             raise self._error
 
-    def _current_stream(self) -> AbstractContextManager[object]:
-        """Return a context for another thread, whose work is done in this thread's stream."""
+    def _stream_behind(self) -> AbstractContextManager[object]:
+        """Return a context for another thread, whose copies wait for the work until now alone.
+
+        In this thread's stream each copy would wait for what the next step has submitted by then.
+        """
         accelerator = self._accelerator
-        return nullcontext() if accelerator is None else accelerator.using(accelerator.current)
+        if accelerator is None:
+            return nullcontext()
+        accelerator.snapshots.wait_event(accelerator.event(accelerator.current))
+        return accelerator.using(accelerator.snapshots)
 
     def _copy(
         self,

@@ -56,7 +56,7 @@ class LateDevice(Accelerator):
 
     Args:
         eager: names of the streams that run work as soon as possible: ``compute``, ``sends``,
-            ``receives``, ``offloads``, or one from :meth:`stream`.
+            ``receives``, ``offloads``, ``snapshots``, or one from :meth:`stream`.
         without: an ordering to leave out: one of ORDERS, ``compute>offloads`` or
             ``offloads>compute``.
 
@@ -67,9 +67,9 @@ class LateDevice(Accelerator):
 
     def __init__(self, eager: Sequence[str] = (), without: str = "") -> None:
         self.without, self._arriving = without, set[int]()
-        self.compute, self.sends, self.receives, self.offloads = self._streams = [
-            LateStream(name, self) for name in ("compute", "sends", "receives", "offloads")
-        ]
+        own = ("compute", "sends", "receives", "offloads", "snapshots")
+        self._streams = [LateStream(name, self) for name in own]
+        self.compute, self.sends, self.receives, self.offloads, self.snapshots = self._streams
         self._eager_names = eager
         self.eager = [stream for stream in self._streams if stream.name in eager]
         self._blocks: dict[int, _Block] = {}
@@ -333,9 +333,8 @@ class LateDevice(Accelerator):
         return _strided(self._new(_span(shape), self.current), shape)
 
     def _at_once(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Execute all queued work, then the operator, as a synchronizing call does."""
-        self.waits.append(threading.current_thread().name)
-        self.drain()
+        """Execute the current stream's work, then the operator, as a synchronizing call does."""
+        self.run_until(self.event(self.current))
         return func(*args, **kwargs)
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -366,8 +365,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.tolist and self._device.holds(args[0]):
-            self._device.waits.append(threading.current_thread().name)
-            self._device.drain()
+            self._device.run_until(self._device.event(self._device.current))
         return func(*args, **(kwargs or {}))
 
 

@@ -89,7 +89,9 @@ class ActiveDevice(LateDevice):
             yield
 
 
-def test_weights_are_copied_in_the_stream_that_updates_them(layer_writer: WriterOfLayer) -> None:
+def test_weights_are_copied_behind_their_update_and_beside_the_next_step(
+    layer_writer: WriterOfLayer,
+) -> None:
     """The host waits for no small tensor, as it would for a bias."""
     layer_writer.layer.register_parameter("bias", None)
     device = ActiveDevice()
@@ -98,14 +100,16 @@ def test_weights_are_copied_in_the_stream_that_updates_them(layer_writer: Writer
         0, 1, layer_writer.memories, lambda _: layer_writer.folder, (), print, accelerator=device
     )
     device.move([layer_writer.layer])
-    own = device.stream("the user's")
+    own, next_step = device.stream("the user's"), list[str]()
     with device.using(own), torch.no_grad():
         writer.copy(Copy(1, 1), layer_writer.parts, set(), None)  # the first is made at once
         writer.wait_copied()
         layer_writer.layer.weight.fill_(2.0)
         writer.copy(Copy(2, 0), layer_writer.parts, set(), None)
+        device.submit(own, lambda: next_step.append("computed"))
         writer.wait_copied()
-    assert device.entered[1:] == [("copies", "the user's")]
+    assert device.entered[1:] == [("copies", "snapshots")]
+    assert not next_step
     weights = TensorFile(snapshot_files(layer_writer.memories[0], 2, 1).model)
     assert torch.equal(weights["0.weight"], torch.full((64, 64), 2.0))
     writer.close()
