@@ -124,7 +124,7 @@ class Cut:
 
 
 def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
-    """Return the plan of a module for an input on the CPU, which is a micro-batch of its data."""
+    """Return the plan of a module for an input, which is a micro-batch of its data."""
     copied, fresh, untouched = (_hollow(module, CPU) for _ in range(3))
     common = CommonVariables(module.modules())
     planning = Planning(types, _names_of(copied), common)
@@ -212,7 +212,8 @@ def _memory(tensor: torch.Tensor) -> tuple[int, range]:
 
 
 def _copy(batch: Any) -> Any:
-    return pytree.tree_map_only(torch.Tensor, torch.clone, batch)
+    """Return a copy on the CPU, where the hollow modules seem to be; data() may use a device."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(CPU, copy=True), batch)
 
 
 def _names_of(module: nn.Module) -> dict[int, str]:
