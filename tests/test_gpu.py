@@ -128,6 +128,99 @@ def test_any_schedule_gives_the_same_bits(jobs: Jobs, schedule: str) -> None:
     assert_same(base, run)
 
 
+MODULE = """
+    import torch
+    from torch import nn
+
+    class Network(nn.Module):  # is cut: its forward masks and adds positions between its layers
+        def __init__(self):
+            super().__init__()
+            self.words = nn.Embedding(32, 64)
+            self.places = nn.Embedding(16, 64)
+            self.layers = nn.ModuleList(
+                nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True) for _ in range(4)
+            )
+            self.head = nn.Linear(64, 32)
+
+        def forward(self, words):
+            count = words.shape[1]
+            mask = torch.ones(count, count, device=words.device, dtype=torch.bool).triu(1)
+            x = self.words(words) + self.places(torch.arange(count, device=words.device))
+            for layer in self.layers:
+                x = layer(x, src_mask=mask, is_causal=True)
+            return self.head(x).float()
+
+    model = Network
+
+    def loss(output, target):
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    def optimizer(params):
+        return torch.optim.AdamW(params, lr=1e-3)
+
+    def data():
+        generator = torch.Generator().manual_seed(7)
+        for _ in range(4):
+            words = torch.randint(32, (8, 16), generator=generator)
+            yield words, words.roll(-1, 1)
+"""
+
+
+def test_a_module_that_is_cut_computes_what_the_plain_loop_does(jobs: Jobs) -> None:
+    """Its data may be on the device, too."""
+    with deterministic_mode(lambda: True):
+        losses, weights, _ = plain_loop(jobs.write(MODULE), microbatches=4, steps=4, device=DEVICE)
+    moved = MODULE.replace(
+        "yield words,", f"words = words.to('{DEVICE}')\n            yield words,"
+    )
+    for stages, source, precision in (
+        *(("1", MODULE, "fp32"), ("2", moved, "fp32"), ("4", MODULE, "fp32")),
+        *(("1", MODULE, "bf16"), ("3", MODULE, "bf16")),
+    ):
+        words = ("--stages", stages, "--precision", precision, "--deterministic")
+        run = jobs.train(*words, *WORDS, source=source)
+        if precision == "fp32":
+            assert [row["loss"] for row in run.metrics] == losses
+            assert all(torch.equal(value, weights[name]) for name, value in run.weights.items())
+        elif stages == "1":
+            base = run
+        else:
+            assert_same(base, run)
+
+
+BACKWARD = JOB.replace(
+    "def model",
+    """
+    class Noise(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * (1 + torch.rand_like(gradient))
+
+    class Noisy(nn.Module):  # draws in its backward
+        def forward(self, x):
+            return Noise.apply(x)
+
+    def model""",
+).replace("nn.Tanh()", "Noisy(), nn.Tanh()")
+COUNTS = JOB.replace(
+    "return nn.functional.cross_entropy(output, target)",
+    "return nn.functional.cross_entropy(output, target, reduction='sum'), (target > 0).sum()",
+)
+
+
+@pytest.mark.parametrize("source", [BACKWARD, COUNTS])
+def test_any_order_of_actions_gives_the_same_bits(jobs: Jobs, source: str) -> None:
+    """Numbers are drawn in a thread of torch's own, and gradients are divided by counts."""
+    words = (*WORDS, "--clip-grad-norm", "0.1")
+    base = jobs.train("--stages", "1", *words, source=source)
+    for more in (("--recompute", "never"), ("--schedule", "zb-h1", "--recompute", "never")):
+        assert_same(base, jobs.train("--stages", "2", *more, *words, source=source))
+
+
 BUFFERS = JOB.replace(
     "def model",
     """
@@ -286,7 +379,10 @@ def test_a_channel_through_the_host_waits_for_the_device() -> None:
 def test_compiled_layers_give_the_same_bits(jobs: Jobs) -> None:
     words = ("--microbatches", "4", "--steps", "3", "--device", "cuda", "--compile")
     base = jobs.train("--stages", "1", *words, source=DROPOUT_JOB, timeout=300)
-    assert_same(base, jobs.train("--stages", "2", *words, source=DROPOUT_JOB, timeout=300))
+    # The second one takes its layers from torch's cache, and splits their backwards.
+    for more in ((), ("--schedule", "zb-h1", "--recompute", "never")):
+        run = jobs.train("--stages", "2", *more, *words, source=DROPOUT_JOB, timeout=300)
+        assert_same(base, run)
 
 
 LARGE = """
@@ -321,8 +417,9 @@ LARGE_WORDS = ("--microbatches", "8", "--steps", "8", "--device", "cuda", "--det
 @cuda
 def test_deterministic_jobs_give_the_same_bits(jobs: Jobs) -> None:
     base = jobs.train("--stages", "1", *LARGE_WORDS, source=LARGE)
-    for stages in ("1", "2"):
-        assert_same(base, jobs.train("--stages", stages, *LARGE_WORDS, source=LARGE))
+    for stages, mode in (("1", "always"), ("2", "always"), ("2", "offload")):
+        words = ("--stages", stages, "--recompute", mode, *LARGE_WORDS)
+        assert_same(base, jobs.train(*words, source=LARGE))
 
 
 @cuda
