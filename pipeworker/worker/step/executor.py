@@ -138,13 +138,11 @@ def _handler(
     return _COMPUTES[kind](channels)
 
 
-def _set_device_times(program: Program, times: memoryview[float], offsets: Sequence[float]) -> None:
-    """Set the times of what a device performed, from the offsets of its begins and ends.
-
-    The device is idle when it is given the first action, so its clock is set by that moment.
-    """
+def _set_device_times(
+    program: Program, times: memoryview[float], base: float, offsets: Sequence[float]
+) -> None:
+    """Set the times of what a device performed, from the offsets of its begins and ends."""
     places = [2 * n for n, (_, _, on_device) in enumerate(program.instructions) if on_device]
-    base = times[places[0]]
     for place, begin, end in zip(places, offsets[::2], offsets[1::2], strict=True):
         times[place], times[place + 1] = base + begin, base + end
 
@@ -176,6 +174,9 @@ class Executor:
         self._ring, self._device = ring, stage.device
         watch = stopwatch_for(stage.device)
         self._stopwatch = watch if isinstance(watch, EventStopwatch) else None
+        self._idle: tuple[Any, float] | None = None
+        """A mark that the device reached at once, because it was idle, and that moment. The update
+        before a step is still under way when the device is given the first action."""
         self._program = Program()
         self._labels = False
         self._step = 0
@@ -236,6 +237,8 @@ class Executor:
         times = ring.begin(run.step, run.first, program.number, count, began)
         marks: list[Any] = []
         mark, now, at = self._stopwatch.mark if self._stopwatch else None, perf_counter, 0
+        if mark is not None and self._idle is None:
+            self._idle = mark(), now()
         memory: list[int] = []
         with closing(MemoryGauge(self._device)) if run.recorded else nullcontext() as used:
             for handle, microbatch, on_device in program.instructions:
@@ -258,8 +261,11 @@ class Executor:
             channels.stage.end()
         results = losses.shares(self._last.microbatches.values() if self._last else ())
         self._wiring.clear()
-        if self._stopwatch is not None and marks:
-            _set_device_times(program, times, self._stopwatch.offsets(marks))
+        if self._stopwatch is not None and self._idle is not None and marks:
+            origin, moment = self._idle
+            _, *offsets = self._stopwatch.offsets([origin, *marks])
+            _set_device_times(program, times, moment, offsets)
+            self._idle = self._stopwatch.mark(), now()
         every: Sequence[float] = times.tolist()
         ring.end()
         busy = program.busy

@@ -20,6 +20,8 @@ from pipeworker.plan import partition
 from pipeworker.plan.actions import COMPUTE, RECEIVES, SENDS, Kind
 from pipeworker.plan.placement import Placement
 from pipeworker.worker.blame import UserCodeError
+from pipeworker.worker.device.device import EventStopwatch
+from pipeworker.worker.step import executor
 from support.draws import draws
 from support.in_process.layers import Apply, Layer, data, mse
 from support.in_process.pipelines import MODES, Pipeline, filled
@@ -317,6 +319,34 @@ def test_a_loss_that_depends_on_no_parameter_is_rejected() -> None:
     pipeline = fill_drain(layers, data(6), balance=(1,), microbatches=2, recompute="always")
     with pytest.raises(UsageError, match="depends on no parameter that requires grad"):
         pipeline.step(1, last=True)
+
+
+class Event:
+    """A point in the work that a device was given, in its seconds."""
+
+    given = 0.0
+
+    def record(self) -> None:
+        self.at = Event.given
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1e3 * (other.at - self.at)
+
+
+def test_a_device_performs_a_step_behind_the_update_that_it_was_given_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Event, "given", 0.0)
+    monkeypatch.setattr(executor, "stopwatch_for", lambda _: EventStopwatch(Event))
+    pipeline = fill_drain([nn.Linear(6, 2)], data(6, 6), balance=(1,), recompute="never")
+    began = perf_counter()
+    pipeline.step(1, last=False)
+    ended = perf_counter()
+    Event.given += 50.0  # the update, which the host does not wait for
+    (output,) = pipeline.step(2, last=True)
+    assert began + 50.0 <= output.times.times[0] <= ended + 50.0
 
 
 def test_the_begin_and_end_of_every_action_are_recorded() -> None:
