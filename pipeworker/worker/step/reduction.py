@@ -363,14 +363,15 @@ class _Buffers:
             )
         if torch.equal(own_bytes, packed):
             return
-        start = 0
-        for slot in self._chosen:
-            buffer = _get(slot)
-            own, sent = (b[start : start + buffer.nbytes] for b in (own_bytes, packed))
-            start += buffer.nbytes
-            if not torch.equal(own, sent):
+        buffers = [_get(slot) for slot in self._chosen]
+        sizes = [buffer.nbytes for buffer in buffers]
+        own, sent = (torch.split(both, sizes) for both in (own_bytes, packed))
+        # Together: an accelerator is waited for once.
+        differ = torch.stack([(a != b).any() for a, b in zip(own, sent, strict=True)]).tolist()
+        for buffer, bits, differs in zip(buffers, sent, differ, strict=True):
+            if differs:
                 with torch.no_grad():
-                    buffer.copy_(sent.clone().view(buffer.dtype).view(buffer.shape))
+                    buffer.copy_(bits.clone().view(buffer.dtype).view(buffer.shape))
 
 
 def _get(slot: Slot) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 
 from pipeworker.host.position import Tracker
 from pipeworker.worker.step.reduction import Reduction
+from support.devices.device import LateDevice
 
 
 class Sent:
@@ -98,3 +99,23 @@ def test_each_piece_that_has_arrived_is_progress() -> None:
         tracker.wait(1)
         exchange()
         assert tracker.waiting == 2
+
+
+def test_buffers_that_differ_wait_for_a_device_twice_however_many_they_are() -> None:
+    norms = [nn.BatchNorm1d(2) for _ in range(4)]
+    deferred = SimpleNamespace(moments=list)
+    stage: Any = SimpleNamespace(layers=norms, first=0, index=0, deferred=deferred)
+    buffers, device = Reduction(stage, 1, {0: Sent()}, {})._buffers, LateDevice()  # type: ignore[dict-item]
+    buffers.begin()
+    buffers.choose([])
+    sent = buffers.pack(torch.device("cpu"))
+    with torch.no_grad():
+        for norm in norms[1:]:
+            norm.running_mean.fill_(2.0)  # type: ignore[union-attr]
+    device.move(norms)
+    with device.active():
+        buffers.unpack(device.put(sent))
+    assert len(device.waits) == 2
+    for norm in norms:
+        assert norm.running_mean is not None
+        assert device.read(norm.running_mean).tolist() == [0.0, 0.0]
