@@ -139,7 +139,7 @@ class Agent:
                 memories = self._memories.setdefault(rank, [])
                 while len(memories) < request.slots:
                     memories.append(SnapshotMemory())
-            if request.slots:  # a loss of a worker does not end the job
+            if request.slots > 1:  # a loss of a worker does not end the job
                 link = self._readers.link(request.rank)
             pid = os.fork()
         except OSError as error:

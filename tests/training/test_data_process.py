@@ -253,9 +253,12 @@ def test_data_that_can_be_skipped_has_no_process(jobs: Jobs) -> None:
 
 @pytest.mark.parametrize("kept", ["0", "2"])
 def test_the_number_of_mini_batches_read_does_not_change(jobs: Jobs, kept: str) -> None:
+    """With ``--max-restarts 0`` no worker is replaced, so the worker reads itself."""
     words = ("--stages", "1", "--microbatches", "2", "--accumulate", "2", "--steps", "5")
-    jobs.train(*words, "--max-restarts", kept, source=READS)
+    run = jobs.train(*words, "--max-restarts", kept, source=READS)
     assert len(reads(jobs)) == 10
+    in_worker = {pid for pid, _ in reads(jobs)} == {run.plan["stages"][0]["pid"]}
+    assert in_worker == (kept == "0")
 
 
 @slow
