@@ -12,7 +12,7 @@ from launcher.supervisor.events import CheckedHello
 from pipeworker.wire.lines import AgentHello, Forked, KeepAlive, Starting
 
 REMOTE = RemoteAgent(Host("b", 1), ("ssh", "b"), "share its folder, or send it with --sync")
-HELLO = AgentHello("1", "3.11.7", "2", "10.0.0.1", "j", "r")
+HELLO = AgentHello("1", "3.11.7", "2.13.0", "10.0.0.1", "j", "r")
 
 
 def test_a_message_restarts_the_silence_timeout() -> None:
@@ -47,10 +47,18 @@ def test_a_start_may_take_long_while_it_progresses() -> None:
     assert timer.expired(93) == ""
 
 
+def test_a_process_that_is_silent_after_its_start_is_not_said_to_start() -> None:
+    timer = SilenceTimer("it", limit=3, since=0, pid=1)
+    timer.receive(Starting(2.0), 2)
+    timer.receive(KeepAlive(0), 5)
+    assert timer.expired(9) == "it (pid 1) has not answered for 3 s"
+
+
 def test_a_start_may_not_compute_for_ever() -> None:
     timer = SilenceTimer("it", limit=3, since=0, pid=1)
     for second in range(1, 40):
         timer.receive(Starting(second), second)
+        assert timer.expired(second) == "" or second > 32
     assert timer.expired(39)
 
 
@@ -103,8 +111,11 @@ def test_workers_of_the_launchers_own_host_connect_to_an_address_that_others_see
         ({}, ""),
         ({"python": "3.11.2"}, ""),
         ({"python": "3.9"}, "host b: it has python 3.9, this host has 3.11.7; install the same"),
-        ({"torch": "2+cpu"}, "host b: it has torch 2+cpu, this host has 2; install the same"),
-        ({"torch": ""}, "host b: it has no torch, this host has 2; install the same"),
+        (
+            {"torch": "2.13.1"},
+            "host b: it has torch 2.13.1, this host has 2.13.0; install the same",
+        ),
+        ({"torch": ""}, "host b: it has no torch, this host has 2.13.0; install the same"),
         ({"job": ""}, "host b: it has no /job.py; share its folder, or send it with --sync"),
         ({"job": "x"}, "host b: it has another /job.py; share its folder, or send it with --sync"),
         ({"run": ""}, "host b: it does not see the run directory /run; specify one on a file"),
@@ -157,3 +168,11 @@ def test_a_host_may_return_for_as_long_as_silence_is_tolerated() -> None:
     assert agent.lose(255, "", 12.0) == (False, "host b is lost: it exited with status 255")
     assert agent.may_return(12.5)  # the time counts from when it had workers
     assert not agent.may_return(13.0)
+
+
+def test_an_agent_that_is_started_again_ends_for_a_reason_of_its_own() -> None:
+    agent = AgentState.of(REMOTE, 3, now=0)
+    agent.silence = "it has not answered for 3 s"
+    agent.lose(-9, "", 4.0)
+    agent.restart(5.0)
+    assert agent.lose(255, "ssh: no route", 6.0)[1] == "host b cannot be used: ssh: no route"

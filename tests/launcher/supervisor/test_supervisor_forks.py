@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -68,6 +69,46 @@ def test_a_host_that_was_lost_before_the_report_of_a_snapshot_has_no_part_of_it(
     assert copies.lose(1) == ((), False)
     copies.place(Layout(1, (0, 1), 2))  # started there again before the coordinator learns of it
     assert not copies.complete()
+
+
+def test_before_the_first_snapshot_each_lost_host_counts() -> None:
+    copies = SnapshotCopies()
+    copies.place(Layout(1, (0, 1), 1))
+    assert copies.lose(1) == ((), True)
+    assert copies.lose(0) == ((), False)
+
+
+def test_a_snapshot_is_where_the_workers_were_that_made_it() -> None:
+    copies = SnapshotCopies()
+    copies.place(Layout(1, (0, 0), 2))
+    copies.complete()
+    copies.place(Layout(2, (1, 1), 2))  # forked there, before they make a snapshot
+    assert copies.lose(0) == ((0, 1), False)
+
+
+@pytest.mark.parametrize(
+    ("options", "places", "slots", "mirrored"),
+    [
+        ({}, [1, 1], 2, True),
+        ({}, [2], 2, False),
+        ({"max_restarts": 0}, [1, 1], 1, False),
+        ({"replicas": 2, "data_reader": "every"}, [1, 1], 2, False),
+    ],
+)
+def test_copies_are_kept_on_another_host_if_one_may_be_lost_with_all_there_are(
+    options: dict[str, Any], places: list[int], slots: int, *, mirrored: bool
+) -> None:
+    forks = Forks(Options("job.py", 2 // options.get("replicas", 1), 4, **options), "token", 1)
+    chosen = [fork for _, fork in forks.next_forks(places, [""] * len(places))]
+    assert [(fork.slots, fork.mirrored) for fork in chosen] == [(slots, mirrored)] * 2
+
+
+@pytest.mark.parametrize("reader", ["first", "every"])
+def test_a_replica_that_reads_no_data_is_not_the_whole_state(reader: str) -> None:
+    options = Options("job.py", 1, 4, replicas=2, data_reader=reader, max_restarts=0)
+    forks = Forks(options, "token", 1)
+    forks.next_forks([1, 1], ["", ""])
+    assert forks.lose(0) == ((0,), reader == "every")
 
 
 @given(HOSTS, st.data())

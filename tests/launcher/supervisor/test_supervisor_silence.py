@@ -52,6 +52,12 @@ def test_an_agent_that_is_slow_at_its_start_outlives_a_restart_of_its_workers() 
     assert not of(job.handle(events.Ticked()), effects.KillAgent)
 
 
+def test_a_remote_agent_has_the_time_of_a_start_once_it_has_introduced_itself() -> None:
+    job = Scripted(agents=remote(1, 1), options={"worker_timeout": 3.0})
+    job.agent(0, events.CheckedHello())
+    assert not of(job.handle(events.Ticked(), 20), effects.KillAgent)
+
+
 def test_an_agent_that_is_silent_at_its_start_is_replaced_once() -> None:
     job = Scripted(options={"worker_timeout": 3.0})
     job.bound()

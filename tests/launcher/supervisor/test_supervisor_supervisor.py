@@ -44,6 +44,7 @@ def test_on_this_host_alone_the_coordinator_starts_at_once() -> None:
     ]
     (start,) = of(job.effects, effects.StartCoordinator)
     assert (start.configuration.host, start.configuration.generation) == ("127.0.0.1", 1)
+    assert start.configuration.slots == 2
 
 
 def test_with_other_hosts_the_coordinator_starts_once_all_have_answered() -> None:
@@ -71,9 +72,18 @@ def test_a_job_does_not_begin_with_a_host_less() -> None:
     assert job.supervisor.own_verdict(1.0).error == "host b cannot be used: ssh: no route"
 
 
+def test_a_job_does_not_begin_without_a_host_that_is_lost_while_others_answer() -> None:
+    job = Scripted(agents=remote(1, 1))
+    job.agent(0, events.CheckedHello())
+    job.lose(0, 255, "ssh: no route")
+    job.agent(1, events.CheckedHello())
+    assert job.supervisor.over
+    assert job.supervisor.own_verdict(1.0).error == "host a is lost: ssh: no route"
+
+
 def test_all_hosts_that_cannot_be_used_are_named_at_once() -> None:
-    job = Scripted(stages=3, agents=remote(1, 1, 1))
-    job.lose(2, 1, "python: No module named torch")
+    job = Scripted(agents=remote(1, 1, 1))
+    assert shown(job.lose(2, 1, "python: No module named torch")) == []
     job.agent(0, events.CheckedHello(problem="host a: it has torch 2.1"))
     job.lose(0, 0, "")  # it has been ended for that
     assert not job.supervisor.over  # the last one has not answered yet
@@ -242,6 +252,18 @@ def test_a_host_without_workers_yet_is_lost_if_the_others_have_no_room() -> None
     assert isinstance(lost, HostLost)
 
 
+def test_a_host_is_given_up_before_any_worker_is_forked_there() -> None:
+    job = Scripted(stages=40, agents=remote(20, 20))
+    for number in range(2):
+        job.agent(number, events.CheckedHello())
+    job.bound()
+    job.lose(1)
+    found = job.coordinator(Restart(2, "host b is lost", 40))
+    assert of(found, effects.StartAgent) == [effects.StartAgent(1)]
+    text = "host b is lost: ssh: no route"
+    assert sent(job.lose(1, 255, "ssh: no route")) == [CannotStart(0, 2, text, 20)]
+
+
 @pytest.mark.parametrize("seconds", [0, 60])
 def test_a_host_that_comes_back_with_a_problem_is_given_up(seconds: float) -> None:
     """As one that has restarted, and whose shared file system is not mounted yet."""
@@ -284,7 +306,16 @@ def test_a_host_that_refuses_connections_at_once_is_given_up_after_that_time() -
 
 def test_what_workers_of_this_host_started_is_killed_with_their_agent() -> None:
     job = Scripted().running()
-    assert of(job.lose(0), effects.KillGroup) == [effects.KillGroup(1000), effects.KillGroup(1001)]
+    found = job.lose(0)
+    assert of(found, effects.KillGroup) == [effects.KillGroup(1000), effects.KillGroup(1001)]
+    text = "the agent of this host was killed by SIGKILL"
+    assert sent(found) == [HostLost((0, 1), text, survives=False)]
+
+
+def test_no_process_of_this_host_is_killed_with_an_agent_of_another_one() -> None:
+    """The pids of its workers may be those of anything here."""
+    job = Scripted(agents=remote(1, 1)).running()
+    assert not of(job.lose(1), effects.KillGroup)
 
 
 def test_a_worker_that_ends_after_its_successor_began_leaves_that_one_running() -> None:
@@ -333,6 +364,18 @@ def test_a_coordinator_that_never_listened_is_not_replaced() -> None:
     assert job.supervisor.over
 
 
+def test_a_coordinator_that_has_replaced_another_one_is_replaced_before_it_listens() -> None:
+    job = Scripted().running()
+    job.handle(events.CoordinatorEnded())
+    assert of(job.handle(events.CoordinatorEnded()), effects.StartCoordinator)
+
+
+def test_a_coordinator_is_not_replaced_after_the_verdict() -> None:
+    job = Scripted().running()
+    job.coordinator(VERDICT)
+    assert job.handle(events.CoordinatorEnded()) == []
+
+
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_a_coordinator_is_replaced_as_often_as_the_options_allow(most: int) -> None:
     job = Scripted(options={"max_restarts": most}).running()
@@ -346,6 +389,7 @@ def test_a_coordinator_is_replaced_as_often_as_the_options_allow(most: int) -> N
     verdict = job.supervisor.own_verdict(7.0)
     assert (verdict.status, verdict.exit_status, len(verdict.causes)) == ("failed", 1, most)
     assert (verdict.error, verdict.seconds) == ("the coordinator was killed", 7.0)
+    assert verdict.peak_memory == (0, 0)
 
 
 def test_only_recoveries_are_causes_of_restarts() -> None:
@@ -389,10 +433,25 @@ def test_an_interrupt_before_the_first_step_promises_no_checkpoint() -> None:
     assert shown(job.coordinator(PLANNED)) == []
 
 
+@pytest.mark.parametrize("kind", ["plan_only", "evaluate_only"])
+def test_an_interrupt_of_a_job_that_does_not_train_promises_no_checkpoint(kind: str) -> None:
+    job = Scripted(options={kind: True})
+    job.bound()
+    assert shown(job.handle(Interrupt())) == ["stopping; interrupt again to stop at once"]
+
+
+def test_a_job_that_stops_before_an_evaluation_begins_no_step() -> None:
+    job = Scripted(options={"evaluate_only": True})
+    job.bound()
+    job.handle(Interrupt())
+    assert shown(job.coordinator(PLANNED)) == []
+
+
 def test_an_interrupt_before_the_job_has_begun_ends_it_at_once() -> None:
     job = Scripted(agents=remote(1, 1))
     job.handle(Interrupt())
     assert job.supervisor.over
+    assert job.supervisor.own_verdict(1.0).status == "interrupted"
 
 
 def test_an_interrupt_of_several_hosts_and_of_the_user_is_one() -> None:
@@ -401,6 +460,13 @@ def test_an_interrupt_of_several_hosts_and_of_the_user_is_one() -> None:
     for found in (job.agent(0, Interrupt()), job.handle(Interrupt())):
         assert found == []
     assert not job.supervisor.over
+
+
+def test_a_job_that_a_host_has_stopped_is_interrupted_without_a_verdict_too() -> None:
+    job = Scripted(options={"max_restarts": 0}).running()
+    job.agent(0, Interrupt())
+    job.handle(events.CoordinatorEnded())
+    assert job.supervisor.own_verdict(1.0).status == "interrupted"
 
 
 def test_a_job_that_stops_is_stopped_by_the_next_coordinator_too() -> None:
@@ -421,6 +487,8 @@ def test_the_workers_have_time_to_exit_after_the_verdict() -> None:
     job.coordinator(VERDICT)
     assert not job.supervisor.over
     assert job.supervisor.wakes_at <= job.now + DEFAULT.exit
+    job.handle(events.Ticked(), DEFAULT.exit / 2)
+    assert not job.supervisor.over
     for rank in (0, 1):
         job.agent(0, WorkerExited(rank, 1, 0, Position()))
     assert job.supervisor.over
