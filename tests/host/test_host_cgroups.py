@@ -151,3 +151,16 @@ def test_memory_that_is_not_known_is_not_available(tmp_path: Path) -> None:
 
 def test_this_process_has_memory() -> None:
     assert cgroups.available_memory() > 0
+
+
+def test_a_system_without_a_page_cache_of_cgroups_has_what_they_do_not_use(tree: Tree) -> None:
+    tree.write("proc/self/cgroup", "0::/job\n")
+    tree.mount("/sys/fs/cgroup", "cgroup2")
+    tree.write("sys/fs/cgroup/job/memory.max", f"{90 * MB}\n")
+    assert available_memory(tree.root) == 90 * MB
+
+
+def test_a_mount_of_a_version_in_which_the_process_has_no_cgroup_has_no_limit(tree: Tree) -> None:
+    tree.write("proc/self/cgroup", "4:memory:/job\n")
+    tree.mount("/sys/fs/cgroup/unified", "cgroup2")
+    assert memory_limit(tree.root) is None

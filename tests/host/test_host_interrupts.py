@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,6 +124,45 @@ def test_an_interrupt_after_the_verdict_changes_nothing(
     monkeypatch.setattr(local, "Launch", lambda *_: launch)
     assert local.run(prepared, view, ()) == 0
     assert performed == ["show", "remove", "partial", "close"][: 4 if times == 1 else 1]
+
+
+def test_a_second_interrupt_takes_effect_at_once() -> None:
+    def save() -> None:
+        with deferred_interrupt():
+            interrupt()
+            with pytest.raises(KeyboardInterrupt):
+                interrupt()
+
+    with pytest.raises(KeyboardInterrupt):  # the first one, at the end
+        save()
+
+
+@pytest.mark.parametrize("context", [deferred_interrupt, lambda: reported_interrupt(lambda: True)])
+def test_handlers_are_put_back_after_an_error_and_left_alone_outside_the_main_thread(
+    context: Callable[[], AbstractContextManager[None]],
+) -> None:
+    entered: list[Any] = []
+
+    def enter() -> None:
+        with context():
+            entered.append(signal.getsignal(signal.SIGINT))
+
+    with pytest.raises(ZeroDivisionError), context():
+        raise ZeroDivisionError
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert entered == [signal.default_int_handler]
+
+
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # under nohup
+    try:
+        with deferred_interrupt([signal.SIGHUP]):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGALRM])

@@ -109,6 +109,12 @@ def test_a_submitted_job_shows_how_to_follow_it(
         ["kubectl", "delete"],
     ]
     assert all("--namespace team" in line for line in commands)
+    KubernetesJob("job", "train", "", "/runs/train").follow()
+    assert "--namespace" not in capsys.readouterr().out
+
+
+def test_restarted_pods_find_the_run_directory_on_their_volume(cluster: Cluster) -> None:
+    assert cluster.engine.new_run_dir(SPEC).startswith("/runs/train-2")
 
 
 def test_a_job_that_exists_is_left_unchanged(cluster: Cluster) -> None:
@@ -119,7 +125,9 @@ def test_a_job_that_exists_is_left_unchanged(cluster: Cluster) -> None:
 
 
 def test_a_cancelled_job_is_deleted_with_what_it_owns(cluster: Cluster) -> None:
-    cluster.submit().cancel()
+    assert cluster.submit().cancel() == (
+        "job train in namespace team is deleted; its pods save a checkpoint in /runs/train"
+    )
     words, _ = cluster.calls[-1]
     assert words[:3] == ["delete", "job", "train"]
     assert words[-2:] == ["--namespace", "team"]

@@ -111,6 +111,11 @@ def test_a_setting_that_is_not_an_option_of_sbatch_is_rejected(name: str) -> Non
         Slurm().render(replace(SPEC, settings={name: "x"}))
 
 
+def test_a_setting_is_one_line() -> None:
+    with pytest.raises(UsageError, match="must be a long option of sbatch"):
+        Slurm().render(replace(SPEC, settings={"comment": "a\nscancel --me"}))
+
+
 @pytest.mark.parametrize(
     ("text", "counts"), [("4", (4,)), ("4(x2),3", (4, 4, 3)), ("1,2(x3)", (1, 2, 2, 2))]
 )
@@ -137,6 +142,10 @@ def test_nodes_share_the_workers_and_srun_carries_their_agents() -> None:
         "/project/runs/train/run.json",
         "SLURM_LAUNCH_NODE_IPADDR",
     )
+    assert "env" not in line
+    (agent,) = slurm.agents(replace(SPEC, launcher_address="10.0.0.1"), (("n1", 8),))
+    at = agent.command.index("env")
+    assert agent.command[at + 1] == "SLURM_LAUNCH_NODE_IPADDR=10.0.0.1"
     with pytest.raises(UsageError, match="the allocation has 2 nodes, and the job 1 workers"):
         slurm.agents(replace(SPEC, workers=1, nodes=1), (("a", 1), ("b", 1)))
 
@@ -189,6 +198,61 @@ def test_the_state_of_a_job(commands: Path, answer: str, condition: State) -> No
     assert SlurmJob("7", commands / "log").state() == condition
 
 
+@pytest.mark.parametrize(
+    ("script", "status", "error"),
+    [
+        ("echo JobState=FAILED Reason=NonZeroExitCode ExitCode=2:0", 2, ""),
+        ("echo JobState=TIMEOUT Reason=TimeLimit ExitCode=0:15", 1, "TimeLimit"),
+        ("echo JobState=CANCELLED Reason=None ExitCode=0:15", 1, "CANCELLED"),
+        ("echo Invalid job id specified >&2; exit 1", 1, "Slurm does not know it"),
+    ],
+)
+def test_a_job_that_does_not_complete_has_a_status_or_a_reason(
+    commands: Path, capsys: pytest.CaptureFixture[str], script: str, status: int, error: str
+) -> None:
+    """With a status, the job has shown the reason itself."""
+    stand_in(commands, "scontrol", script)
+    assert SlurmJob("7", None).follow() == status
+    assert capsys.readouterr().err == (f"error: job 7: {error}\n" if error else "")
+
+
+def test_the_output_is_shown_while_the_job_runs_and_once_it_has_ended(
+    commands: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = commands / "log"
+    seen: list[str] = []
+    monkeypatch.setattr("time.sleep", lambda _: seen.append(capsys.readouterr().out))
+    log.write_bytes(b"one\xff ")
+    answer = "JobState=$state Reason=None ExitCode=0:0"
+    ends = f"if [ -e {commands}/call ]; then state=COMPLETED; echo two >> {log}; fi"
+    script = f"state=RUNNING; {ends}; touch {commands}/call; echo {answer}"
+    stand_in(commands, "scontrol", script)
+    assert SlurmJob("7", log).follow() == 0
+    assert ("".join(seen), capsys.readouterr().out) == ("one\ufffd ", "two\n")
+
+
+@pytest.mark.parametrize(
+    ("state", "words"), [("PENDING", "7"), ("RUNNING", "--batch --signal=INT 7")]
+)
+def test_a_job_that_runs_is_cancelled_by_a_signal_to_its_script(
+    commands: Path, state: str, words: str
+) -> None:
+    """scancel alone would kill it, without a checkpoint."""
+    stand_in(commands, "scontrol", f"echo JobState={state} Reason=None ExitCode=0:0")
+    stand_in(commands, "scancel", f"echo $* > {commands}/words")
+    assert SlurmJob("7", None).cancel() == "job 7 of Slurm is cancelled"
+    assert (commands / "words").read_text() == f"{words}\n"
+
+
+def test_a_job_is_found_by_its_run_directory(
+    commands: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(commands)
+    stand_in(commands, "squeue", f"echo '6 (null)'; echo '7 {commands}/a run '")
+    assert slurm.find("a run") == SlurmJob("7", None)
+    assert slurm.find("a") is None
+
+
 def test_the_reason_why_a_job_waits_is_shown_once(
     commands: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,8 +294,12 @@ def test_the_file_of_the_output_is_the_one_that_sbatch_writes(
 
     (commands / "run.log").write_text("of another job")
     assert submitted() == SlurmJob("12", commands / "run.log", start=14)
-    assert submitted(output="logs/%x-%j").log == commands / "logs" / "train-12"
-    assert (commands / "logs").is_dir()
+    assert capsys.readouterr().err.endswith(f"output goes to {commands}/run.log\n")
+    assert submitted(output="all/logs/%x-%j").log == commands / "all/logs/train-12"
+    assert (commands / "all/logs").is_dir()
+    submitted(output="%x/%j", time="2:01")
+    assert not (commands / "%x").exists()  # Slurm knows its name
+    submitted(time="2", signal="B:USR1@30")
     assert submitted(output="/tmp/%A", **{"job-name": "x"}).log == Path("/tmp/12")
     assert "warning" not in capsys.readouterr().err
     assert submitted(output="%N.log").log is None
@@ -250,6 +318,7 @@ def test_the_file_of_the_output_is_the_one_that_sbatch_writes(
         ("2", 120),
         ("2:30", 150),
         ("24:00:00", 86400),
+        ("1:2:3", 3723),
         ("1-12", 129600),
         ("1-1:30", 91800),
         ("0-0:2:1", 121),

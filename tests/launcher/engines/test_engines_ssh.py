@@ -57,6 +57,16 @@ def test_a_request_is_shown_as_lines_for_a_shell() -> None:
     assert len(text.splitlines()) == 4
     assert [line.split()[:4] for line in sends] == [["#", "/project", "|", "ssh"]] * 2
     assert all("mkdir -p /project /home/me && cd /project" in line for line in sends)
+    assert ["/opt/python -c" in line for line in sends] == [False, True]
+
+
+def test_no_folder_is_sent_unless_the_user_asks_for_it() -> None:
+    assert ssh.receivers(SPEC) == []
+
+
+def test_hosts_with_too_few_places_are_rejected() -> None:
+    with pytest.raises(UsageError, match="4 workers, and the hosts have places for 3"):
+        ssh.Ssh().agents(replace(SPEC, workers=4))
 
 
 @pytest.mark.parametrize(
@@ -81,6 +91,8 @@ def test_hosts_are_parsed(text: str, hosts: list[tuple[str, int]]) -> None:
         ("a b:1", "is not a host"),
         ("a:0", "'0' is not a number of workers"),
         ("a:x", "'x' is not a number of workers"),
+        ("a:\u00b2", "'\u00b2' is not a number of workers"),  # a digit to Python
+        ("a:65536", "'65536' is not a number of workers"),
         ("a:1,b:1,a:2", "host a: named twice"),
         ("fd00::5", "'fd00:' is not a host; put an IPv6 address in brackets"),
         ("[::1:2", "'[::1' is not a host; put an IPv6 address in brackets"),
@@ -107,7 +119,9 @@ def test_a_file_of_hosts_is_read(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(UsageError, match=error):
             ssh.read_hosts(path)
-    for place, error in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory")):
+    path.write_bytes(b"\xff")
+    places = ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory"))
+    for place, error in (*places, (path, "it is not a text file")):
         with pytest.raises(UsageError, match=f"{error}.*; give a text file with a host a line"):
             ssh.read_hosts(place)
 
@@ -140,6 +154,10 @@ def test_files_and_links_are_sent(tmp_path: Path) -> None:
     (folder / "deep/model.py").write_text("layers")
     (folder / "data").symlink_to("/nowhere")
     (folder / "more").symlink_to(tmp_path)
+    for name in (".git", ".venv", "__pycache__", "deep/runs"):
+        (folder / name).mkdir()
+        (folder / name / "file").touch()
+    (folder / ".pipeworker-x").touch()  # which another launcher removes soon
     os.mkfifo(folder / "pipe")
     far.write_text("of another user")
     (to / "deep").mkdir()
@@ -179,6 +197,33 @@ def test_a_file_that_cannot_be_sent_is_named(
     monkeypatch.setattr(tarfile.TarFile, "add", denied)
     with pytest.raises(PipeworkerError, match=r"--sync: cannot send .*: Permission denied"):
         send(tmp_path, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["job.py"]
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"), [("echo no room >&2; exit 3", "no room"), ("exit 3", "exit status 3")]
+)
+def test_a_host_that_ends_before_it_has_read_all_gives_the_reason(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], script: str, reason: str
+) -> None:
+    (tmp_path / "data").write_bytes(bytes(1 << 20))  # more than a pipe holds
+    carrier = ("sh", "-c", f"echo welcome; {script}", *[""] * (len(ssh.CLIENT) - 3), "a")
+    with pytest.raises(PipeworkerError, match=f"host a: it does not accept {tmp_path}: {reason}"):
+        ssh.send(tmp_path, [carrier])
+    assert capfd.readouterr().out == ""
+
+
+def test_a_client_that_cannot_be_started_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PipeworkerError, match="cannot start no-ssh: No such file or directory"):
+        ssh.send(tmp_path, [("no-ssh",)])
+
+
+def test_a_folder_that_takes_no_marker_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.mkstemp", denied)
+    with pytest.raises(PipeworkerError, match=f"--sync: cannot make a file in {tmp_path}"):
+        ssh.send(tmp_path, [("true",)])
 
 
 def denied(*_: object, **__: object) -> None:

@@ -127,6 +127,12 @@ def test_a_host_that_differs_is_rejected(change: dict[str, str], problem: str) -
     assert bool(found) is bool(problem)
 
 
+def test_a_host_without_torch_is_rejected_by_one_without_it_too() -> None:
+    bare = replace(HELLO, torch="")
+    problem = "host b: it has no torch, this host has none; install the same"
+    assert host_problem(REMOTE, bare, bare, "/job.py", "/run") == problem
+
+
 @pytest.mark.parametrize(
     ("remote", "silence", "code", "last_line", "text"),
     [
