@@ -117,6 +117,20 @@ def test_restarted_pods_find_the_run_directory_on_their_volume(cluster: Cluster)
     assert cluster.engine.new_run_dir(SPEC).startswith("/runs/train-2")
 
 
+def test_a_job_that_cannot_be_planned_here_is_submitted_without_a_limit_of_memory(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"image": "image", "job": "/work/train.py"}
+    text = cluster.engine.render(replace(SPEC, settings=settings))
+    *_, job = yaml.safe_load_all(text)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert "memory" not in container["resources"]["limits"]
+    assert capsys.readouterr().err == (
+        "warning: the memory of the pods is not limited (its job file is in the pods, and cannot "
+        "be planned here); use --set memory=SIZE\n"
+    )
+
+
 def test_a_job_that_exists_is_left_unchanged(cluster: Cluster) -> None:
     cluster.answer("get", "job.batch/train")
     with pytest.raises(UsageError, match="--set name=train: job train exists already; specify"):
@@ -143,6 +157,19 @@ def test_a_job_is_found_by_its_run_directory_or_its_name(cluster: Cluster) -> No
     for run in ("/runs/train-1", "train"):
         assert find(run) == KubernetesJob("job", "train", "team", "/runs/train-1")
     assert find("/runs/train-2") is None
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset"])
+def test_a_cluster_need_not_have_jobsets(cluster: Cluster, kind: str) -> None:
+    cluster.answer("get", '{"items": []}')
+    program = cluster.folder / "kubectl"
+    refusal = f'\nif sys.argv[2] == "{kind}":\n    sys.exit("error: no such resource")\n'
+    program.write_text(program.read_text().replace("answer =", f"{refusal}answer ="))
+    if kind == "jobset":
+        assert find("train") is None
+    else:
+        with pytest.raises(PipeworkerError, match="kubectl get: error: no such resource"):
+            find("train")
 
 
 def test_nothing_is_left_of_a_job_whose_other_objects_are_refused(cluster: Cluster) -> None:

@@ -20,6 +20,7 @@ PLANNED = Planned("gpipe", 8, (2, 1), ((0,), (1,)), 0.125)
 
 def test_a_silent_agent_is_killed_and_its_end_is_explained() -> None:
     job = Scripted(options={"worker_timeout": 3.0}).running()
+    job.coordinator(PLANNED)
     job.coordinator(KeepAlive(0), seconds=4)
     assert of(job.handle(events.Ticked()), effects.KillAgent) == [effects.KillAgent(0)]
     (report,) = sent(job.lose(0))

@@ -376,6 +376,13 @@ def test_a_coordinator_is_not_replaced_after_the_verdict() -> None:
     assert job.handle(events.CoordinatorEnded()) == []
 
 
+def test_a_host_is_not_tried_again_after_the_verdict() -> None:
+    job = Scripted(agents=remote(1, 1)).running()
+    job.coordinator(VERDICT)
+    job.lose(1)
+    assert not of(job.handle(events.Ticked(), 2), effects.StartAgent)
+
+
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_a_coordinator_is_replaced_as_often_as_the_options_allow(most: int) -> None:
     job = Scripted(options={"max_restarts": most}).running()
@@ -431,6 +438,13 @@ def test_an_interrupt_before_the_first_step_promises_no_checkpoint() -> None:
     found = job.coordinator(PLANNED)  # the coordinator had begun the step before
     assert shown(found)[-1].startswith("stopping after this step, with a checkpoint")
     assert shown(job.coordinator(PLANNED)) == []
+
+
+def test_an_interrupt_while_workers_start_again_promises_the_last_snapshot() -> None:
+    job = Scripted().running()
+    job.coordinator(PLANNED, StepResult(7, 0.5, 4, 0.1, 40.0, 1.0, 0.1, 0.0, 0))
+    job.coordinator(Restart(2, "a loss", 2))
+    assert shown(job.handle(Interrupt()))[0].startswith("stopping after this step, with a")
 
 
 @pytest.mark.parametrize("kind", ["plan_only", "evaluate_only"])
