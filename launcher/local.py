@@ -30,7 +30,7 @@ from launcher.supervisor.supervisor import Supervisor
 from pipeworker.display.style import Style
 from pipeworker.display.thread import start_display
 from pipeworker.environment import timings, versions
-from pipeworker.errors import UsageError
+from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.host.hook_process import HookProcess
 from pipeworker.host.lifetime import kill_group
 from pipeworker.host.line_process import LineProcess, start_agent, start_coordinator
@@ -112,7 +112,6 @@ class Launch:
         """Run the job to its end; return how it ended, for :meth:`finish`.
 
         Raises:
-            PipeworkerError: a process cannot be started.
             OSError: the log of a host cannot be opened.
         """
         started = time.monotonic()
@@ -126,6 +125,8 @@ class Launch:
                     self._perform([effects.Show(lines.Warned(text)) for text in self._warnings])
                     self._listen(signals, lambda: _read_signals(signals))
                     self._loop()
+                except PipeworkerError as error:  # a process cannot be started
+                    self._supervisor.fail(str(error))
                 finally:
                     self._end()
                 verdict = self._supervisor.verdict

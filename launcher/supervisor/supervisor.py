@@ -139,6 +139,10 @@ class Supervisor:
                 assert_never(event)
         return self._flush_effects()
 
+    def fail(self, error: str) -> None:
+        """End the job for an error of the loop."""
+        self._failure, self._ended = error, True
+
     def shutdown(self) -> list[Effect]:
         """Return what precedes the end of all processes.
 
@@ -318,7 +322,7 @@ class Supervisor:
             return
         several = len(self._problems) > 1
         head = [f"{len(self._problems)} hosts cannot be used"] if several else []
-        self._failure, self._ended = "\n  ".join([*head, *self._problems]), True
+        self.fail("\n  ".join([*head, *self._problems]))
 
     def _handle_agent_end(self, event: events.AgentEnded, now: float) -> None:
         agent = self._agents[event.agent]

@@ -15,6 +15,7 @@ import pytest
 from launcher.engines import ssh
 from launcher.spec import Host, JobSpec
 from pipeworker.errors import PipeworkerError, UsageError
+from support.real_jobs.jobs import Jobs
 
 SPEC = JobSpec(
     name="job",
@@ -49,6 +50,17 @@ def test_hosts_behind_a_jump_host_get_the_address_of_the_launcher() -> None:
         assert " env " in agent.command[-1]
         assert " SSH_CONNECTION=10.0.0.1 " in agent.command[-1]
         assert agent.command[-1].endswith(" SSH_CONNECTION")
+
+
+def test_a_job_that_cannot_start_its_client_leaves_no_run(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was left as lost, and the same command refused to use its directory."""
+    monkeypatch.setenv("PATH", str(jobs.folder))
+    run = jobs.run("--hosts", "a:1,b:1")
+    error = "error: cannot start the process ssh: No such file or directory"
+    assert (run.status, run.stderr.splitlines()[-1]) == (1, error)
+    assert not run.path.exists()
 
 
 def test_a_request_is_shown_as_lines_for_a_shell() -> None:
