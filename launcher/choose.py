@@ -186,7 +186,7 @@ def spec_of(request: RunRequest, target: Target, chosen: Mapping[str, Any]) -> J
         options=rank_options(context),
         arguments=chosen["arguments"] if typed else (),
         folder=str(Path.cwd()),
-        run_dir=str(request.run_dir or ""),
+        run_dir=str(Path(request.run_dir).absolute()) if request.run_dir else "",
         nodes=1 if target.nodes is None else target.nodes,
         hosts=target.hosts,
         environment={name: os.environ[name] for name in _PASSED_ON if name in os.environ},

@@ -113,6 +113,16 @@ def test_paths_of_options_are_those_in_the_pods(job_file: Path) -> None:
     assert "#SBATCH --cpus-per-task=12\n" in ran.stdout
 
 
+def test_a_job_of_slurm_is_found_by_the_run_directory_that_is_typed(
+    job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`cancel` compares the comment of a job that waits in the queue."""
+    monkeypatch.chdir(tmp_path)
+    line = ["launch", "--on", "slurm", "--dry-run", "--stages", "4", "--run-dir", "runs/x"]
+    ran = CliRunner().invoke(cli.main, [*line, str(job_file)])
+    assert f"#SBATCH --comment={tmp_path}/runs/x\n" in ran.stdout
+
+
 @pytest.mark.parametrize(("on", "words"), [("slurm", "--stages 2"), ("kubernetes", "--workers 2")])
 def test_a_cluster_runs_the_workers_of_all_replicas(job_file: Path, on: str, words: str) -> None:
     """Two hosts have two workers each; their ranks or launcher get the replicas as an option."""
