@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from pathlib import Path
+from typing import ClassVar
 
 import click
 import pytest
@@ -13,6 +14,7 @@ from click.testing import CliRunner
 
 import cli
 from launcher import choose
+from launcher.engines.slurm import Slurm
 from launcher.options import JOB_PARAMETERS
 from pipeworker.errors import UsageError
 from pipeworker.runs.begin import RunRequest
@@ -123,6 +125,44 @@ def test_a_job_of_slurm_is_found_by_the_run_directory_that_is_typed(
     assert f"#SBATCH --comment={tmp_path}/runs/x\n" in ran.stdout
 
 
+class Followed:
+    """A job that the user interrupts while it is followed."""
+
+    calls: ClassVar[list[str]] = []
+
+    def follow(self) -> int:
+        self.calls.append("follow")
+        if len(self.calls) == 1:
+            raise KeyboardInterrupt
+        return 0
+
+    def cancel(self) -> str:
+        self.calls.append("cancel")
+        return ""
+
+
+def test_an_interrupt_cancels_a_job_that_is_followed_and_waits_for_its_end(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Slurm, "submit", lambda *_: Followed())
+    ran = CliRunner().invoke(cli.main, ["launch", "--on", "slurm", "--stages", "2", str(job_file)])
+    assert ran.exit_code == 130
+    assert Followed.calls == ["follow", "cancel", "follow"]
+    assert "the job saves a checkpoint and ends; interrupt again" in ran.output
+
+
+def test_nothing_is_submitted_for_a_run_directory_that_exists(
+    job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Slurm, "submit", pytest.fail)
+    run = str(tmp_path / "run")
+    RunRequest(str(job_file), 2, {}, run).prepare().close()
+    line = ["launch", "--on", "slurm", "--stages", "2", "--run-dir", run, str(job_file)]
+    ran = CliRunner().invoke(cli.main, line)
+    assert ran.exit_code == 2
+    assert f"run directory {run}: exists already" in ran.output
+
+
 @pytest.mark.parametrize(("on", "words"), [("slurm", "--stages 2"), ("kubernetes", "--workers 2")])
 def test_a_cluster_runs_the_workers_of_all_replicas(job_file: Path, on: str, words: str) -> None:
     """Two hosts have two workers each; their ranks or launcher get the replicas as an option."""
@@ -156,6 +196,9 @@ def test_a_cluster_resumes_a_run_with_the_workers_that_it_has_recorded(
         (("--stages", "2", "--nodes", "0"), "--nodes 0: must be 1 to the 2 workers"),
         (("--stages", "2", "--steps", "0"), "--steps 0: must be 1 or more"),
         (("--stages", "2", "--set", "kind"), "--set kind: not a setting; write --set NAME=VALUE"),
+        (("--hosts", "a"), "--on kubernetes and --hosts: choose one"),
+        (("--hosts", "a", "--hosts-file", "b"), "--hosts and --hosts-file: choose one"),
+        (("--stages", "2", "--sync"), "--sync: no host is given to send the folder to"),
         (
             ("--stages", "2", "--set", "kind=job", "--set", "kind=jobset"),
             "--set kind: given twice; give it once",
