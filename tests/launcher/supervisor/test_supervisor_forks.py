@@ -183,6 +183,13 @@ def test_links_over_gloo_have_threads_of_their_own(
     assert [fork.tasks for _, fork in chosen if fork.tasks] == tasks
 
 
+def test_stages_of_one_worker_have_no_link_over_gloo() -> None:
+    """Of the four stages of zbv, the middle ones share a worker, and so do the outer ones."""
+    forks = Forks(Options("job.py", 2, 4, schedule="zbv", backend="gloo"), "token", 1)
+    (first, _) = forks.next_forks([2], [""])
+    assert first[1].tasks == 2 * (12 + 2 * 4 - 1)
+
+
 def test_a_lost_host_is_forked_again_in_the_next_generation() -> None:
     forks = Forks(Options("job.py", 3, 4), "token", 1)
     assert [(host, fork.local_rank) for host, fork in forks.next_forks([2, 1], ["", ""])] == [

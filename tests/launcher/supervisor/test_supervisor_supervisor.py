@@ -200,6 +200,17 @@ def test_a_lost_host_without_workers_is_shown_and_the_job_continues(forked: str)
     assert of(found, effects.StartAgent) == [effects.StartAgent(1), effects.StartAgent(2)]
 
 
+def test_a_host_whose_workers_are_not_forked_again_yet_is_replaced_without_another_restart() -> (
+    None
+):
+    job = Scripted(agents=remote(1, 1, 1)).running()
+    job.handle(events.CoordinatorEnded())
+    found = job.lose(1, 255, "ssh: no route")
+    text = "host b is lost: ssh: no route; the job has no worker there, and continues"
+    assert (shown(found), sent(found)) == ([text], [])
+    assert forks(job.bound()) == [(0, 0), (2, 1)]
+
+
 def test_the_loss_of_a_host_with_copies_alone_is_reported() -> None:
     """The job has shrunk since the last snapshot, and another one may not be complete."""
     job = Scripted(stages=2, agents=remote(1, 1), options={"min_stages": 1}).running()
