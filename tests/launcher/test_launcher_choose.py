@@ -71,6 +71,7 @@ def test_a_switch_that_a_file_turns_off_is_passed_on_if_it_can_be() -> None:
 
 def test_settings_are_names_and_values() -> None:
     assert choose.parse_settings(["a=b=c", "d="]) == {"a": "b=c", "d": ""}
+    assert choose.parse_settings(["patch=a", "patch=b"]) == {"patch": "a\nb"}
     for wrong in ("a", "=b", ""):
         with pytest.raises(
             UsageError, match=f"--set {wrong}: not a setting; write --set NAME=VALUE"
