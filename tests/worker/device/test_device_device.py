@@ -30,7 +30,7 @@ from pipeworker.worker.device.device import (
     write_allocator_snapshot,
 )
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 Sees = Callable[..., list[int]]
 """Makes torch see accelerators; returns the list of those that become the current one."""
 
@@ -215,4 +215,29 @@ def test_the_memory_of_a_process_grows_with_what_it_allocates() -> None:
         before = gauge()
         held.write(bytes(size))
         assert size * 0.9 < gauge() - before < size * 1.5
+        held.close()
+        assert gauge() - before < size * 0.5
     assert abs(used_memory(CPU) - peak_resident()) < 1 << 30
+
+
+def test_without_the_systems_file_the_memory_is_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeworker.worker.device.device._STATM", "/proc/self/nothing")
+    with closing(MemoryGauge(CPU)) as gauge:
+        assert gauge() == pytest.approx(peak_resident(), rel=0.01)
+
+
+def test_the_memory_of_an_accelerator_is_its_allocators(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(memory_allocated=lambda _: 3, max_memory_allocated=lambda _: 5)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    assert (used_memory(CUDA), peak_memory(CUDA)) == (3, 5)
+
+
+def test_a_device_without_an_identifier_is_known_by_its_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (
+        SimpleNamespace(),
+        SimpleNamespace(get_device_properties=lambda _: SimpleNamespace()),
+    ):
+        monkeypatch.setattr(torch, "get_device_module", lambda _, module=module: module)
+        assert unit_of(torch.device("cuda", 1)) == "cuda:1"
