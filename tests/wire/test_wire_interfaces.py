@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import socket
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from pipeworker.errors import UsageError
@@ -33,6 +35,35 @@ def test_the_reason_for_a_failed_connection_is_returned() -> None:
     assert interfaces.connection_error(endpoint, 5) == "Connection refused"
 
 
+def test_a_silent_host_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(address: tuple[str, int], timeout: float) -> socket.socket:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    assert interfaces.connection_error("tcp://192.0.2.1:9", 5) == "no answer within 5 s"
+
+
+def test_the_first_address_that_other_hosts_can_use_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    v4, v6, link = socket.AF_INET, socket.AF_INET6, psutil.AF_LINK
+    found: dict[str, list[tuple[int, str]]] = {
+        "eth0": [(link, "02:42:ac"), (v6, "fe80::1%eth0"), (v6, "2001:db8::1"), (v4, "192.0.2.1")],
+        "eth1": [(v6, "fe80::2%eth1"), (v6, "2001:db8::2")],
+        "tap0": [(link, "02:42:ad"), (v6, "fe80::3%tap0")],
+    }
+    every = {
+        name: [SimpleNamespace(family=family, address=address) for family, address in pairs]
+        for name, pairs in found.items()
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: every)
+    assert interfaces.external_address_of("eth0") == "192.0.2.1"
+    assert interfaces.external_address_of("eth1") == "2001:db8::2"
+    known = r"eth0 \(192\.0\.2\.1\), eth1 \(2001:db8::2\), tap0 \(no address\)$"
+    with pytest.raises(UsageError, match=rf"tap0: the interface has no address .* of {known}"):
+        interfaces.external_address_of("tap0")
+
+
 def test_an_unknown_interface_is_rejected_with_the_known_ones() -> None:
     host = socket.gethostname()
     words = f"--interface eth77: the interface does not exist on {host}; choose one of lo "
@@ -49,6 +80,8 @@ def test_a_link_local_address_is_rejected(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(interfaces, "address_towards", lambda *_: "fe80::1")
     with pytest.raises(UsageError, match="to fe80::2%eth0 has the link-local address fe80::1"):
         interfaces.own_address(("fe80::2%eth0", 1), None)
+    monkeypatch.setattr(interfaces, "address_towards", lambda *_: "2001:db8::1")
+    assert interfaces.own_address(("2001:db8::2", 1), None) == "2001:db8::1"
 
 
 def test_the_option_precedes_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

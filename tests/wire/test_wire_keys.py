@@ -71,6 +71,9 @@ def test_a_token_is_given_by_a_variable_or_a_file(
     monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(path))
     with pytest.raises(UsageError, match=r"PIPEWORKER_TOKEN_FILE: .*token: No such file"):
         given_token()
+    path.write_bytes(b"\xff")
+    with pytest.raises(UsageError, match=r"PIPEWORKER_TOKEN_FILE: .*token: not a text file"):
+        given_token()
     path.write_text("of a file\n")
     assert given_token() == "of a file"
     monkeypatch.setenv(TOKEN_VARIABLE, "of a variable")
