@@ -157,10 +157,8 @@ def server(token: str, host: str, timings: Timings = DEFAULT) -> Iterator[tuple[
     socket = Router(context, zmq.ROUTER)
     socket.connections = ConnectionLimit(socket)
     try:
-        keys = server_keys(token)
         socket.curve_server = True
-        socket.curve_publickey = keys.public
-        socket.curve_secretkey = keys.secret
+        socket.curve_secretkey = server_keys(token).secret
         socket.zap_domain = b"pipeworker"
         socket.setsockopt(zmq.HANDSHAKE_IVL, _ms(timings.handshake))
         socket.setsockopt(zmq.BACKLOG, _BACKLOG)

@@ -5,6 +5,7 @@ Unauthenticated connections are limited: the busiest source's oldest are closed 
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import threading
@@ -64,6 +65,30 @@ def bystander(context: zmq.Context[zmq.Socket[bytes]], server: Server) -> Iterat
         if word == b"before":
             yield
             assert router.poll(0) == 0
+
+
+def test_a_host_may_have_an_ipv6_address_alone(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    with sockets.server(TOKEN, "::1") as (router, endpoint):
+        assert endpoint.startswith("tcp://[::1]:")
+        sockets.client(context, TOKEN, endpoint).send(b"hello")
+        assert receive(router)[1] == b"hello"
+
+
+def test_a_send_to_a_peer_that_is_gone_or_does_not_read_fails_at_once(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    def send_without_end(router: sockets.Router, identity: bytes) -> None:
+        while True:
+            sockets.send(router, identity, bytes(4096))
+
+    with sockets.server(TOKEN, "127.0.0.1", DEFAULT.scaled(0.05)) as (router, endpoint):
+        with pytest.raises(zmq.ZMQError) as gone:
+            sockets.send(router, b"nobody", b"hello")
+        assert gone.value.errno == zmq.EHOSTUNREACH
+        peer = sockets.client(context, TOKEN, endpoint)
+        peer.send(b"hello")
+        with pytest.raises(zmq.Again):
+            send_without_end(router, receive(router)[0])
 
 
 def assert_nothing_received(peer: zmq.Socket[bytes], server: Server) -> None:
@@ -310,6 +335,56 @@ class MonitoredSocket:
         self.report(zmq.EVENT_MONITOR_STOPPED)
 
 
+Pairs = tuple[list[socket.socket], list[socket.socket]]
+
+
+def pairs(stack: ExitStack, count: int) -> Pairs:
+    """Return the accepted and the connected ends of some connections."""
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    accepted, connected = [], []
+    for _ in range(count):
+        address = listener.getsockname()
+        connected.append(stack.enter_context(socket.create_connection(address, 10)))
+        accepted.append(stack.enter_context(listener.accept()[0]))
+    return accepted, connected
+
+
+def test_a_connection_that_has_ended_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    monkeypatch.setattr(sockets, "MAX_PENDING", LIMIT)
+    server = MonitoredSocket(context)
+    limit = sockets.ConnectionLimit(server)  # type: ignore[arg-type]
+    with ExitStack() as stack:
+        accepted, connected = pairs(stack, 2 * LIMIT)
+        for number, connection in enumerate(accepted):
+            server.report(zmq.EVENT_ACCEPTED, connection)
+            if number >= LIMIT - 1:
+                server.report(zmq.EVENT_DISCONNECTED, connection)
+        limit.close()
+        assert not any(closed(connected))
+
+
+def test_the_next_connection_with_a_descriptor_is_not_closed_for_the_last_one(
+    monkeypatch: pytest.MonkeyPatch, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    monkeypatch.setattr(sockets, "MAX_PENDING", LIMIT)
+    server = MonitoredSocket(context)
+    limit = sockets.ConnectionLimit(server)  # type: ignore[arg-type]
+    with ExitStack() as stack:
+        accepted, connected = pairs(stack, LIMIT + 4)
+        *first, other, second, third = accepted
+        for connection in first:
+            server.report(zmq.EVENT_ACCEPTED, connection)
+        until(lambda: is_closed(connected[0]))
+        os.dup2(other.fileno(), first[1].fileno())  # the oldest of the others
+        for connection in (second, third):
+            server.report(zmq.EVENT_ACCEPTED, connection)
+        until(lambda: is_closed(connected[2]))
+        limit.close()
+        assert closed(connected)[3:] == [False] * (LIMIT + 1)
+
+
 def test_a_frame_that_is_read_before_its_connection_is_reported(
     monkeypatch: pytest.MonkeyPatch, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
@@ -317,12 +392,7 @@ def test_a_frame_that_is_read_before_its_connection_is_reported(
     server = MonitoredSocket(context)
     limit = sockets.ConnectionLimit(server)  # type: ignore[arg-type]
     with ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        accepted, connected = [], []
-        for _ in range(LIMIT + 2):
-            address = listener.getsockname()
-            connected.append(stack.enter_context(socket.create_connection(address, 10)))
-            accepted.append(stack.enter_context(listener.accept()[0]))
+        accepted, connected = pairs(stack, LIMIT + 2)
         limit.on_frame({zmq.SRCFD: accepted[0].fileno()})  # type: ignore[arg-type]
         for connection in accepted:
             server.report(zmq.EVENT_ACCEPTED, connection)
@@ -361,6 +431,8 @@ def test_the_number_of_closed_connections_is_logged(
         made = [stack.enter_context(connect(endpoint)) for _ in range(10)]
         until(lambda: sum(closed(made)) == 10 - LIMIT)
         stack.pop_all().close()
+    with sockets.server(TOKEN, "127.0.0.1"):
+        pass  # of none, nothing is logged
     assert caplog.messages == [
         "closed 1 unauthenticated connections so far",
         f"{10 - LIMIT} unauthenticated connections were closed",
