@@ -59,13 +59,14 @@ def selected(kind: Any) -> nn.Module:
         [block(), nn.Linear(4, 2)],
         [frozen(block()).eval(), nn.Linear(4, 2)],  # a frozen part
         [nn.Sequential(frozen(block()).eval(), nn.Linear(4, 2))],
+        [frozen(block()).eval(), nn.Linear(4, 2).eval()],
         [selected(nn.BatchNorm1d), nn.Linear(4, 2)],  # chosen one by one
         [selected(nn.Dropout)],
         [nn.Linear(4, 4), nn.BatchNorm1d(4).eval()],
         [nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Dropout(0.0)).eval()],  # no effect
         [lambda: block().eval()],  # not built yet
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_eval_mode_that_may_be_meant_is_not_noted(entries: list[Any]) -> None:
     assert eval_mode_note(entries) == ""

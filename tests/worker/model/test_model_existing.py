@@ -119,6 +119,47 @@ def in_a_cache() -> list[Entry]:
     return in_a_namespace(text, "emb()", "emb().weight")
 
 
+def in_a_function_inside() -> list[Entry]:
+    emb, weight = "(lambda: emb)()", "(lambda: emb.weight)()"
+    return in_a_namespace("emb = nn.Embedding(3, 2)", emb, weight)
+
+
+def beside_an_empty_cell() -> list[Entry]:
+    text = """
+def closed():
+    emb = nn.Embedding(3, 2)
+    def first():
+        return emb or absent
+    def last():
+        return Head(emb.weight) or absent
+    return first, last
+    absent = None
+
+first, last = closed()
+"""
+    return in_a_namespace(text, "first()", "", "last")
+
+
+def beside_other_caches() -> list[Entry]:
+    text = """
+emb, largest = nn.Embedding(3, 2), functools.cache(max)
+
+@functools.cache
+def sized(count):
+    return count
+
+sized(largest(1, 2))
+"""
+    return in_a_namespace(text, "(sized, largest, emb)[2]", "(sized, largest, emb)[2].weight")
+
+
+def in_modules_with_each_other() -> list[Entry]:
+    one, two = types.ModuleType("one"), types.ModuleType("two")
+    vars(one).update(other=two, emb=nn.Embedding(3, 2))
+    vars(two).update(one=one)
+    return in_a_namespace("", "one.other.one.emb", "one.other.one.emb.weight", one=one)
+
+
 def in_a_namespace(text: str, emb: str, weight: str, head: str = "", **more: Any) -> list[Entry]:
     """Return the layers of a job file with `text`."""
     names = {"__name__": "job", "nn": nn, "Head": Head, "functools": functools}
@@ -142,6 +183,7 @@ EXISTING = [
     in_a_module,
     in_a_function,
     in_a_cache,
+    *(in_a_function_inside, beside_an_empty_cell, beside_other_caches, in_modules_with_each_other),
 ]
 
 
