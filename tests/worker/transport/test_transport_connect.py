@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,9 +22,11 @@ from pipeworker.plan.schedule import edges as edges_of
 from pipeworker.plan.schedule import replica_edges
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.connect import Endpoint, check_backend, choose, connect
+from pipeworker.worker.transport.links import mapped
 from pipeworker.worker.transport.links.link import Link
 from pipeworker.worker.transport.network import Network
 from support.devices.device import LateDevice
+from support.devices.mapped import MappedDevice
 from support.devices.nccl import NcclDevice
 from support.in_process.transport import BACK, ENDPOINT, FORTH, MEMBERSHIP, LocalStore, connect_all
 from support.pure.orders import build
@@ -39,6 +42,20 @@ def pair(request: pytest.FixtureRequest) -> tuple[Link, Link]:
     """Both ends of one edge."""
     source, target = connect_all((FORTH,), 2, request.param)
     return source[FORTH], target[FORTH]
+
+
+def test_nothing_is_left_of_an_edge_whose_devices_cannot_be_connected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def negotiate(connection: socket.socket, *_: object, **__: object) -> None:
+        connection.close()
+        raise OSError("no device")
+
+    before = threading.active_count()
+    monkeypatch.setattr(mapped, "negotiate", negotiate)
+    with pytest.raises(PeerLost, match=r"the worker of .* no device"):
+        connect_all((FORTH,), 2, devices=[MappedDevice(), MappedDevice()])
+    assert threading.active_count() == before
 
 
 def test_no_default_process_group_is_made(pair: tuple[Link, Link]) -> None:

@@ -311,6 +311,16 @@ def test_the_sender_maps_no_memory_that_may_shrink(
     assert descriptors() == before
 
 
+def test_the_sender_maps_no_file(sockets: Sockets, tmp_path: Path) -> None:
+    own, receiver = sockets
+    source = SendingLink(FORTH, own)
+    (tmp_path / "file").write_bytes(bytes(4096))
+    with (tmp_path / "file").open("r+b") as file:
+        socket.send_fds(receiver, [POST.pack(-1, -1, 0, 4096)], [file.fileno()])
+    with pytest.raises(ProtocolError, match=r"the receiver posted memory: .*Invalid argument"):
+        source.send(torch.ones(3), 0)
+
+
 @pytest.mark.parametrize(
     ("tag", "count"), [(0, 13), (0, 32 << 10), (1, 12), (-1, 0), (2, 1)], ids=str
 )
@@ -401,6 +411,30 @@ def test_buffers_posted_together_are_filled_in_order(pair: Pair) -> None:
     for receive in pending:
         receive.wait()
     assert [b[2].item() for b in buffers] == list(range(len(buffers)))
+
+
+def test_a_message_is_written_where_the_tensor_begins(pair: Pair) -> None:
+    source, target = pair
+    memory = target.allocate(64).fill_(7)
+    (pending,) = target.receive([memory[20:32].view(torch.float32)], 0)
+    source.send(torch.ones(3), 0).wait()
+    pending.wait()
+    assert memory[20:32].view(torch.float32).tolist() == [1.0] * 3
+    assert {*memory[:20].tolist(), *memory[32:].tolist()} == {7}
+
+
+def test_a_send_whose_buffer_is_posted_passes_a_queued_one_of_another_tag(pair: Pair) -> None:
+    source, target = pair
+    queued = source.send(torch.ones(3), 0)
+    got = [torch.zeros(3), torch.zeros(3)]
+    (first,) = target.receive(got[:1], 1)
+    until(lambda: source._posts.get(1))  # the thread has read of it, and waits again
+    assert source.send(torch.full((3,), 2.0), 1) is COMPLETE
+    first.wait()
+    (second,) = target.receive(got[1:], 0)
+    second.wait()
+    queued.wait()
+    assert [one.tolist() for one in got] == [[2.0] * 3, [1.0] * 3]
 
 
 class Pins:

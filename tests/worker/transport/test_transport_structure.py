@@ -249,6 +249,9 @@ for _ in range(MAX_DEPTH + 1):
 CONTEXTS: Any = 0  # each in the one before
 for _ in range(MAX_DEPTH + 1):
     CONTEXTS = [BAG, [CONTEXTS]]
+KEYS: Any = None
+for _ in range(MAX_DEPTH + 2):
+    KEYS = [4, [KEYS]]
 
 
 @pytest.mark.parametrize(
@@ -269,7 +272,7 @@ for _ in range(MAX_DEPTH + 1):
         *([3, [[9, "float33"]], 0], [3, [[9, "qint8"]], 0], [3, [[9, [1, 1]]], 0]),
         *([5, ["a"], 0], [5, [11, ["a"]], 0], [5, [-1, ["a"]], 0], [5, [0, []], 0]),
         *([6, -1], [6, 0, 0], [6, 2**63], [6, True], [6, "3"]),
-        *([PAIR, None, 0], [PAIR, [], 0, 0], [MODE, None], [MODE, "PLAIN"]),
+        *([PAIR, None, 0], [PAIR, [], 0, 0], [MODE, None], [MODE, "PLAIN"], [MODE, [0, None]]),
         *([BAG, 1, 0], [BAG, True, 0], [BAG, [4, 1], 0], [BAG, [6, "a"], 0]),
         *([BAG, [6, "a", None, "a", None], 0], [BAG, [6, [5], None], 0], [BAG, DEEP, 0], CONTEXTS),
     ],
@@ -306,7 +309,9 @@ def test_an_invalid_layout_is_refused(field: int, value: Any) -> None:
         *([0, [], []], [0, [0, 0], [LAYOUT]], [0, 0, [LAYOUT]], [0, [0], []], [0, [-1], [LAYOUT]]),
         *([0, [1], [LAYOUT, LAYOUT]], [0, [0], [LAYOUT, LAYOUT]], [0, [False], [LAYOUT]]),
         *([0, [[0, 1, 2]], []], [0, [[3, 3, "PLAIN"]], []], [0, [[4]], []], [0, [2.5], []]),
+        *([0, [[6, [1, 2]]], []], [0, [[9, {}]], []], [0, [[1, "float32"]], []], [0, [KEYS], []]),
         [[2, None, 0, 0], [1, 0], [LAYOUT, LAYOUT]],
+        *([[2, None, 0, 0], [0, 2], [LAYOUT]], [[2, None, 0, 0], [0, -1], [LAYOUT]]),
         [[2, None, *[0] * 4097], list(range(4097)), [LAYOUT] * 4097],
         [0, [0], [[[1] * 65, [1] * 65, "float32", False, 0]]],
         [0, [msgpack.ExtType(5, b"")], []],

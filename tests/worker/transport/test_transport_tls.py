@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 
 import pytest
@@ -25,6 +26,7 @@ from pipeworker.worker.transport.links.tls import LARGE_BYTES, ReceivingLink, Se
 from support.in_process.transport import FORTH, MEMBERSHIP
 from support.real_jobs.jobs import until
 
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 LARGE = LARGE_BYTES // 4
 HUGE = 16 << 20  # elements: more than sockets hold
 HEADER = struct.Struct("<2q")  # tag, bytes
@@ -233,6 +235,19 @@ def test_closing_the_target_wakes_its_waiting_thread_and_ends_the_threads(count:
     pair.source.close()
     assert threading.active_count() == before
     assert pair.sending.fileno() == pair.receiving.fileno() == -1
+
+
+def test_a_failure_of_the_links_thread_wakes_a_waiting_one(pair: Pair) -> None:
+    pair.target.receive([torch.empty(LARGE)], 0)
+    pair.sending.sendall(HEADER.pack(0, 4 * LARGE))
+    until(lambda: nothing_unread(pair.receiving))  # the link's thread waits for the rest
+    (small,) = pair.target.receive([torch.empty(1)], 1)
+    with ThreadPoolExecutor(1) as pool, closing(pair):
+        waiting = pool.submit(small.wait)
+        until(lambda: pair.target._waiting == 1)
+        pair.source.close()
+        with pytest.raises(PeerLost, match="0>1/activation closed"):
+            waiting.result(20)
 
 
 def test_bytes_changed_on_the_wire_are_noticed(pair: Pair) -> None:
