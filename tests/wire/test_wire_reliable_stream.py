@@ -96,6 +96,16 @@ def test_invalid_acknowledgements_change_nothing() -> None:
     assert end.unacknowledged() == []
 
 
+def test_an_end_that_acknowledges_nothing_is_not_waited_for() -> None:
+    end = ReliableStream()
+    end.sequence(b"one")
+    end.acknowledge(0)
+    assert not end.is_pending
+    end.acknowledge(1)
+    end.sequence(b"two")
+    assert end.is_pending
+
+
 def test_a_stream_that_is_never_acknowledged_is_overfull(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
