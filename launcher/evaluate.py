@@ -36,7 +36,10 @@ from pipeworker.runs.job_file import place_copy, recorded_job_file
 )
 @click.option("--best", is_flag=True, help="The checkpoint with the best evaluation.")
 @click.option(
-    "--stages", type=int, help="Pipeline stages; the figures are the same. [default: as trained]"
+    "--stages",
+    type=int,
+    metavar="N",
+    help="Pipeline stages; the figures are the same. [default: as trained]",
 )
 @JSON
 def evaluate(
