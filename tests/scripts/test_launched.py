@@ -203,6 +203,17 @@ def test_the_error_of_the_command_is_raised(
     assert isinstance(raised.value, pipeworker.UsageError) == (status == 2)
 
 
+INTERRUPTED = """
+import signal
+import threading
+
+interrupted = threading.Event()
+signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+print("begun", flush=True)
+interrupted.wait()
+"""
+
+
 @pytest.mark.parametrize("saved", [True, False])
 def test_an_interrupt_is_passed_on_and_raised_when_the_job_has_ended(
     tmp_path: Path,
@@ -211,9 +222,8 @@ def test_an_interrupt_is_passed_on_and_raised_when_the_job_has_ended(
 ) -> None:
     end = {"event": "end", "checkpoint": "R/c" if saved else None, "checkpoint_step": 7}
     program = tmp_path / "program"
-    trap = f"trap 'cat {tmp_path}/end; exit 130' INT"
-    program.write_text(f"#!/bin/sh\n{trap}\necho begun\nwhile :; do sleep 0.01; done\n")
-    (tmp_path / "end").write_text(json.dumps(end))
+    # A shell could not trap a signal that is ignored when it starts, as in a job of the background.
+    program.write_text(f"#!{sys.executable}\n{INTERRUPTED}print({json.dumps(end)!r})\nexit(130)\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     shown: list[str] = []
