@@ -70,7 +70,7 @@ class CheckpointFolder:
             sync_folder(partial)
             complete = self.at(manifest.step)
             replaced = complete.with_name(f".{complete.name}{_REPLACED}")
-            if complete.exists():  # a loop of the user's own may save a step again
+            if replaces := complete.exists():  # a loop of the user's own may save a step again
                 remove(replaced)  # of a process that was killed before it could
                 complete.rename(replaced)
             try:
@@ -82,7 +82,8 @@ class CheckpointFolder:
                 os.fsync(handle)
         finally:
             os.close(handle)
-        shutil.rmtree(replaced, ignore_errors=True)
+        if replaces:
+            shutil.rmtree(replaced, ignore_errors=True)
 
     def restore_replaced(self) -> None:
         """Restore checkpoints whose replacement was not completed; remove all others replaced."""

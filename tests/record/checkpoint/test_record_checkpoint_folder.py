@@ -60,10 +60,9 @@ def test_a_step_that_is_saved_again_has_the_new_checkpoint(tmp_path: Path) -> No
     assert (run.checkpoints.at(7) / STATE).read_text() == "two"
 
 
-@pytest.mark.parametrize("resumes", [True, False])
 @pytest.mark.parametrize("error", [OSError("no reply"), KeyboardInterrupt()], ids=["fails", "ends"])
 def test_a_step_that_is_not_saved_again_keeps_its_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, *, resumes: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     run = RunDir(tmp_path)
     saved_again(run, "one")
@@ -78,9 +77,8 @@ def test_a_step_that_is_not_saved_again_keeps_its_checkpoint(
     with pytest.raises(type(error)):
         saved_again(run, "two")
     assert run.checkpoints.steps() == ([7] if isinstance(error, OSError) else [])
-    if resumes:
-        assert resume.find_resume_point(run).step == 7
-    run.checkpoints.remove_leftovers()  # as at the end of a job
+    assert resume.find_resume_point(run).step == 7
+    run.checkpoints.remove_leftovers()
     assert [path.name for path in run.checkpoints.path.iterdir()] == ["step-00000007"]
     assert (run.checkpoints.at(7) / STATE).read_text() == "one"
 
