@@ -85,8 +85,7 @@ def load(path: Path, arguments: tuple[str, ...]) -> JobFile:
         raise UsageError(f"job file {path}: does not exist; give the path of a Python file")
     if path.suffix != ".py":
         raise UsageError(f"job file {path}: not a Python file; its name must end in .py")
-    for name in ("cli", "launcher"):  # the repository's, so that a user's own ones are found
-        _forget(name)
+    _forget_own_modules()
     folders = [*map(str, _folders(path))]
     sys.path[:0] = folders
     sys.argv = [str(path), *arguments]
@@ -123,11 +122,16 @@ class _FromSource(SourceFileLoader):
         return self.source_to_code(self.get_data(path), path)
 
 
-def _forget(name: str) -> None:
-    """Forget a module and its own ones, reading as few names as possible.
+def _forget_own_modules() -> None:
+    """Forget the repository's ``cli`` and ``launcher``, so that a user's own ones are found.
 
-    In a forked process, each read copies a page of memory.
+    A forked process reads as few names of modules as it can: each read copies a page of memory.
     """
+    for name in ("cli", "launcher"):
+        _forget(name)
+
+
+def _forget(name: str) -> None:
     module = sys.modules.pop(name, None)
     if hasattr(module, "__path__"):  # a package, which has its modules as attributes
         for own in [f"{name}.{own}" for own in vars(module)]:

@@ -205,3 +205,12 @@ def _check_connections(schedule: Schedule) -> None:
 def format_compute(schedule: Schedule, name: str) -> str:
     """Return the text of a schedule's compute actions under another name, as a file has it."""
     return f"{replace(compute_order(schedule), name=name)}\n"
+
+
+def without(actions: tuple[Action, ...], microbatches: int) -> list[Action]:
+    """Return the actions of the first micro-batches alone.
+
+    If the whole order can run without deadlock, so can this one: each wait of the shorter order is
+    implied by waits of the whole one.
+    """
+    return [action for action in actions if action.microbatch < microbatches]

@@ -207,9 +207,7 @@ def _written(schedule: str) -> Order:
             )
         if microbatches == most:  # also those that are not of the step, which the checker names
             return [list(actions) for actions in order.workers]
-        # If the whole order can run without deadlock, so can this one: each wait of the shorter
-        # order is implied by waits of the whole one.
-        return [[a for a in actions if a.microbatch < microbatches] for actions in order.workers]
+        return [text.without(actions, microbatches) for actions in order.workers]
 
     def arrange(count: int, _: int) -> Placement:
         if count != workers:
