@@ -458,3 +458,10 @@ def allow_any_number_of_graphs() -> None:
     config.recompile_limit = config.accumulated_recompile_limit = sys.maxsize
     config.fail_on_recompile_limit_hit = True
     graphs.donated_buffer = graphs._config["donated_buffer"].default = False
+
+
+def graphs_donate_buffers() -> bool:
+    """Return whether compiled graphs of this thread may reuse in backward what they have saved."""
+    from torch._functorch import config as graphs
+
+    return bool(graphs.donated_buffer)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -265,6 +266,15 @@ def _limits_work() -> bool:
     return True
 
 
+def _graphs_run_twice_in_other_threads() -> bool:
+    internals.allow_any_number_of_graphs()
+    found: list[bool] = []
+    thread = Thread(target=lambda: found.append(internals.graphs_donate_buffers()))
+    thread.start()
+    thread.join()
+    return found == [False]
+
+
 def _leaf() -> torch.Tensor:
     return torch.full((2,), 3.0, requires_grad=True)
 
@@ -365,5 +375,6 @@ BEHAVIOURS: dict[str, Callable[[], bool]] = {
 COMPILER: dict[str, Callable[[], bool]] = {
     "torch._dynamo.callback.callback_handler": _callbacks_work,
     "torch._dynamo.config": _limits_work,
+    "torch._functorch.config._config": _graphs_run_twice_in_other_threads,
 }
 """As above, for jobs that compile their layers."""

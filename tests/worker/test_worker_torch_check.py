@@ -59,6 +59,7 @@ ALTERED: dict[str, tuple[str, Any]] = {
     "torch.overrides._push_mode, _pop_mode": ("suspended", lambda _: nullcontext()),
     "torch._dynamo.callback.callback_handler": ("calling_around_compilations", None),
     "torch._dynamo.config": ("allow_any_number_of_graphs", None),
+    "torch._functorch.config._config": ("graphs_donate_buffers", lambda: True),
 }
 """By private name, what of our module depends on it, and a value that behaves differently."""
 
