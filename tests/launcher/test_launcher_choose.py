@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import textwrap
 from pathlib import Path
-from typing import ClassVar
 
 import click
 import pytest
@@ -129,7 +128,8 @@ def test_a_job_of_slurm_is_found_by_the_run_directory_that_is_typed(
 class Followed:
     """A job that the user interrupts while it is followed."""
 
-    calls: ClassVar[list[str]] = []
+    def __init__(self) -> None:
+        self.calls: list[str] = []
 
     def follow(self) -> int:
         self.calls.append("follow")
@@ -145,10 +145,11 @@ class Followed:
 def test_an_interrupt_cancels_a_job_that_is_followed_and_waits_for_its_end(
     job_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Slurm, "submit", lambda *_: Followed())
+    job = Followed()
+    monkeypatch.setattr(Slurm, "submit", lambda *_: job)
     ran = CliRunner().invoke(cli.main, ["launch", "--on", "slurm", "--stages", "2", str(job_file)])
     assert ran.exit_code == 130
-    assert Followed.calls == ["follow", "cancel", "follow"]
+    assert job.calls == ["follow", "cancel", "follow"]
     assert "the job saves a checkpoint and ends; interrupt again" in ran.output
 
 
