@@ -1,4 +1,4 @@
-"""Facts of networks: those that a damaged file has are not possible."""
+"""Facts of networks, and impossible ones, as a damaged file may have them."""
 
 from __future__ import annotations
 

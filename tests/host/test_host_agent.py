@@ -80,7 +80,7 @@ def test_a_torch_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot be opened')")
     words = [sys.executable, "-c", ORPHAN]
     path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    reads, writes = os.pipe()  # its end would say that the launcher has ended
+    reads, writes = os.pipe()  # the end of this pipe would be that of the launcher
     agent = subprocess.run(words, stdin=reads, env=path, capture_output=True, text=True, timeout=60)
     os.close(reads)
     os.close(writes)

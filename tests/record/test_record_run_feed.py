@@ -103,7 +103,7 @@ def test_a_line_that_is_no_row_is_left_out(tmp_path: Path) -> None:
         assert new() == ["s1", "s2"]
 
 
-def test_records_do_not_wait_for_steps_that_nobody_reads(tmp_path: Path) -> None:
+def test_records_do_not_wait_for_steps_that_are_not_read(tmp_path: Path) -> None:
     record(tmp_path, "e1", "c1")
     with reader(tmp_path, "on_evaluation", "on_checkpoint") as new:
         assert new() == ["e1", "c1"]

@@ -172,7 +172,7 @@ def test_two_runs_are_compared(folder: Path) -> None:
     assert ["best", "evaluation", "loss", "0.6000", "accuracy", "0.7500"] in shown
 
 
-def test_what_two_runs_have_in_common_is_said(folder: Path) -> None:
+def test_what_two_runs_have_in_common_is_shown(folder: Path) -> None:
     lines = run("compare", "runs/a", "runs/a").splitlines()
     for line in (
         "the options are the same",

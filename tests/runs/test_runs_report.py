@@ -116,7 +116,7 @@ def test_the_steps_of_two_runs_are_compared(tmp_path: Path) -> None:
 
 
 def test_a_report_is_of_the_stages_that_a_job_has_had_last(tmp_path: Path) -> None:
-    """It has lost a worker of three, and goes on with two."""
+    """The job has lost a worker of three, and continues with two."""
     run_dir, wide = RunDir(tmp_path), build("gpipe", 3, MICROBATCHES, "never")
     write_records(run_dir)
     write_lives(run_dir, wide, lives_of(wide, steps=3))
@@ -131,7 +131,7 @@ def test_a_report_is_of_the_stages_that_a_job_has_had_last(tmp_path: Path) -> No
     assert all(worker["idle"]["recovery"] == 0 for worker in found["workers"])
 
 
-def test_a_page_tells_what_happened_in_order(tmp_path: Path) -> None:
+def test_a_page_shows_what_happened_in_order(tmp_path: Path) -> None:
     run_dir = run_of(tmp_path / "run")
     record = RunRecord.read(run_dir)
     record.add_resume(record.options, {"host": "there", "started": "2026-11-28"}, 2)
@@ -169,7 +169,7 @@ def test_a_page_tells_what_happened_in_order(tmp_path: Path) -> None:
     assert "lost: its processes ended without a summary" in (tmp_path / "page.html").read_text()
 
 
-def test_a_step_that_took_no_time_is_none(tmp_path: Path) -> None:
+def test_a_step_that_took_no_time_is_not_reported(tmp_path: Path) -> None:
     """As in a damaged file; the shares of its time would be divisions by zero."""
     run_dir = run_of(tmp_path / "run", steps=1)
     for path in run_dir.timeline.iterdir():

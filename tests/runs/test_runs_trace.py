@@ -1,4 +1,4 @@
-"""``pipeworker trace``: the files that it writes, and what it says of them."""
+"""``pipeworker trace``: the files that it writes, and its messages."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_trace_needs_no_plan(run: RunDir, plan: str | None) -> None:
     assert write_trace(run.path, None, None).startswith("timeline.json: ")
 
 
-def test_steps_that_are_left_out_are_said(run: RunDir) -> None:
+def test_steps_that_are_left_out_are_named(run: RunDir) -> None:
     schedule = build("gpipe", 1, 1, "never")
     write_records(run, stages=1)
     write_lives(run, schedule, lives_of(schedule, steps=203))

@@ -55,7 +55,7 @@ def test_hosts_behind_a_jump_host_get_the_address_of_the_launcher() -> None:
 def test_a_job_that_cannot_start_its_client_leaves_no_run(
     jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was left as lost, and the same command refused to use its directory."""
+    """Otherwise the run is left as lost, and the same command rejects its directory."""
     monkeypatch.setenv("PATH", str(jobs.folder))
     run = jobs.run("--hosts", "a:1,b:1")
     error = "error: cannot start the process ssh: No such file or directory"

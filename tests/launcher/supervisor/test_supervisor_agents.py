@@ -47,7 +47,7 @@ def test_a_start_may_take_long_while_it_progresses() -> None:
     assert timer.expired(93) == ""
 
 
-def test_a_process_that_is_silent_after_its_start_is_not_said_to_start() -> None:
+def test_a_process_that_is_silent_after_its_start_is_not_reported_as_starting() -> None:
     timer = SilenceTimer("it", limit=3, since=0, pid=1)
     timer.receive(Starting(2.0), 2)
     timer.receive(KeepAlive(0), 5)

@@ -95,7 +95,7 @@ def test_a_snapshot_is_where_the_workers_were_that_made_it() -> None:
         ({"replicas": 2, "data_reader": "every"}, [1, 1], 2, False),
     ],
 )
-def test_copies_are_kept_on_another_host_if_one_may_be_lost_with_all_there_are(
+def test_another_host_keeps_copies_if_the_loss_of_one_host_would_lose_them_all(
     options: dict[str, Any], places: list[int], slots: int, *, mirrored: bool
 ) -> None:
     forks = Forks(Options("job.py", 2 // options.get("replicas", 1), 4, **options), "token", 1)

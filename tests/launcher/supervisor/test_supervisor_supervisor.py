@@ -324,7 +324,7 @@ def test_what_workers_of_this_host_started_is_killed_with_their_agent() -> None:
 
 
 def test_no_process_of_this_host_is_killed_with_an_agent_of_another_one() -> None:
-    """The pids of its workers may be those of anything here."""
+    """The pids of its workers may belong to any processes of this host."""
     job = Scripted(agents=remote(1, 1)).running()
     assert not of(job.lose(1), effects.KillGroup)
 

@@ -154,7 +154,7 @@ def number_of(batch: torch.Tensor | None) -> int:
 
 
 def read_on(host: Host, number: int, processes: int, **options: Any) -> None:
-    """Have the next worker read from a mini-batch on; so many processes have read by then."""
+    """Have the next worker read mini-batch `number`, and check how many processes have read."""
     worker = host.worker(**options)
     worker.restore({"epoch": 0, "read": number})
     assert number_of(read(worker)) == number
