@@ -226,8 +226,9 @@ def test_a_host_that_ends_before_it_has_read_all_gives_the_reason(
 
 
 def test_a_client_that_cannot_be_started_is_named(tmp_path: Path) -> None:
-    with pytest.raises(PipeworkerError, match="cannot start no-ssh: No such file or directory"):
-        ssh.send(tmp_path, [("no-ssh",)])
+    client = f"{tmp_path}/no-ssh"  # a folder of PATH may be one that the user cannot search
+    with pytest.raises(PipeworkerError, match=f"cannot start {client}: No such file or directory"):
+        ssh.send(tmp_path, [(client,)])
 
 
 def test_a_folder_that_takes_no_marker_is_named(
