@@ -76,8 +76,9 @@ def test_the_end_of_the_process_is_a_warning(
     found = until(hooks.warnings, 10)
     text = how if how == "no" else f"hooks: their process {how}; none is called any more"
     assert found == [Warned(text)]
-    monkeypatch.setattr(hook_process, "kill_group", pytest.fail)  # its pid may be another's now
     hooks.finish(refuse, None)
+    monkeypatch.setattr(hook_process, "kill_group", pytest.fail)  # its pid may be another's now
+    hooks.kill()
 
 
 def test_without_hooks_there_is_no_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
