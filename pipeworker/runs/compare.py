@@ -75,6 +75,7 @@ def _facts(runs: tuple[Run, Run]) -> dict[str, Any]:
             "seconds": [run.summary["seconds"] for run in runs],
             "disk_bytes": [run.disk_bytes for run in runs],
         },
+        "common_steps": len(losses[0].keys() & losses[1].keys()),
         "first_difference": _first_difference(*losses),
         "curves": {"loss": _points(*losses), f"evaluation {name}": _points(*figures)},
     }
@@ -147,7 +148,7 @@ def _text(facts: Mapping[str, Any]) -> Iterable[str]:
         yield ""
         if first is not None:
             yield f"the losses are equal before step {first}, and differ there"
-        elif all(None in point["values"] for point in points):
+        elif not facts["common_steps"]:
             yield "no step was done by both"
         else:
             yield "the losses of all steps that both have done are equal"

@@ -172,6 +172,18 @@ def test_two_runs_are_compared(folder: Path) -> None:
     assert ["best", "evaluation", "loss", "0.6000", "accuracy", "0.7500"] in shown
 
 
+def test_runs_with_few_common_steps_or_without_losses_have_them_compared(folder: Path) -> None:
+    """The curves show few steps, and a loss that is not finite is null."""
+    for name, steps in (("long", range(1, 51)), ("other", range(50, 101))):
+        lines = [json.dumps({"step": step, "loss": None}) + "\n" for step in steps]
+        begin(folder, name, []).metrics.write_text("".join(lines))
+    equal = "the losses of all steps that both have done are equal"
+    assert equal in run("compare", "runs/long", "runs/other")
+    assert equal in run("compare", "runs/long", "runs/long")
+    found = json.loads(run("compare", "--json", "runs/long", "runs/other"))
+    assert found["common_steps"] == 1
+
+
 def test_what_two_runs_have_in_common_is_shown(folder: Path) -> None:
     lines = run("compare", "runs/a", "runs/a").splitlines()
     for line in (
