@@ -263,7 +263,8 @@ class Executor:
         self._wiring.clear()
         if self._stopwatch is not None and self._idle is not None and marks:
             origin, moment = self._idle
-            _, *offsets = self._stopwatch.offsets([origin, *marks])
+            # The last one is behind the ends of the stages too: the device is idle then.
+            _, *offsets, _ = self._stopwatch.offsets([origin, *marks, self._stopwatch.mark()])
             _set_device_times(program, times, moment, offsets)
             self._idle = self._stopwatch.mark(), now()
         every: Sequence[float] = times.tolist()
