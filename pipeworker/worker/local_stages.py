@@ -111,7 +111,7 @@ class LocalStages:
             is_known = updater.draws is not None
             updater.apply(update)
             if updater.draws and not is_known and self.is_part:
-                self.borrowing.notes += map(note_on_draws, updater.optimizers.all)
+                self.borrowing.notes.append(note_on_draws(updater.optimizers.all))
 
     def share_weights(self, wiring: Wiring) -> None:
         """Exchange the updated weights with the other replicas, each of which updates a part."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import warnings
+from collections.abc import Iterable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,13 @@ def note_of(optimizer: torch.optim.Optimizer) -> str:
     )
 
 
-def note_on_draws(optimizer: torch.optim.Optimizer) -> str:
-    """Return a note for the user on an optimizer whose step draws random numbers."""
+def note_on_draws(optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    """Return a note for the user on optimizers, one of which draws random numbers in its step."""
+    kinds = " or ".join(dict.fromkeys(type(one).__name__ for one in optimizers))
     return (
-        f"{type(optimizer).__name__}: draws random numbers in its step, in the order of the "
-        "parameters of a stage, so the numbers depend on the number of stages; add noise to "
-        "gradients in before_update(params), whose random numbers do not"
+        f"{kinds}: draws random numbers in its step, in the order of the parameters of a stage, so "
+        "the numbers depend on the number of stages; add noise to gradients in "
+        "before_update(params), whose random numbers do not"
     )
 
 

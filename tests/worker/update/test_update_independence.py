@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeworker.worker.update.independence import combines_parameters, note_of
+from pipeworker.worker.update.independence import combines_parameters, note_of, note_on_draws
 from support.real_jobs.jobs import Jobs
 
 PACKAGE = """
@@ -159,3 +159,10 @@ def test_an_optimizer_that_draws_random_numbers_is_noted_once(jobs: Jobs) -> Non
     both = jobs.run("--stages", "2", source=NOISY)
     assert (both.status, both.stderr.count(note)) == (0, 1), both.stderr
     assert alone.metrics[-1]["loss"] != both.metrics[-1]["loss"]
+
+
+def test_of_several_optimizers_one_is_said_to_draw() -> None:
+    """The others of the list draw none."""
+    params = [nn.Parameter(torch.zeros(2))]
+    every = [torch.optim.SGD(params), torch.optim.Adam(params), torch.optim.SGD(params)]
+    assert note_on_draws(every).startswith("SGD or Adam: draws random numbers in its step, in the ")
