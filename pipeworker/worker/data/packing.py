@@ -110,11 +110,15 @@ class Packed:
             self._inline = bytes(inline)
             return
         self._file = os.memfd_create("pipeworker-data", os.MFD_CLOEXEC)
-        for start, part in zip(starts, parts, strict=True):
-            view = memoryview(part)
-            while view:
-                written = os.pwrite(self._file, view, start)
-                start, view = start + written, view[written:]
+        try:
+            for start, part in zip(starts, parts, strict=True):
+                view = memoryview(part)
+                while view:
+                    written = os.pwrite(self._file, view, start)
+                    start, view = start + written, view[written:]
+        except OSError:
+            self.close()
+            raise
 
     def send(self, connection: socket.socket) -> None:
         """Send the message.

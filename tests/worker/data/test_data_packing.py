@@ -99,6 +99,19 @@ def test_a_message_that_is_sent_once_leaves_no_descriptor(pair: Pair) -> None:
     assert len([*Path("/proc/self/fd").iterdir()]) == before - 1
 
 
+def test_a_message_for_which_there_is_no_memory_keeps_none() -> None:
+    """The reader drops what it has sent, and tries once more."""
+    before = len([*Path("/proc/self/fd").iterdir()])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            Packed(torch.randn(50_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+
+
 def test_a_message_for_which_no_descriptor_is_left_cannot_be_received(pair: Pair) -> None:
     send(pair[0], torch.randn(50_000))
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
