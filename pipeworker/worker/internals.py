@@ -450,14 +450,18 @@ def allow_any_number_of_graphs() -> None:
     """Have ``torch.compile`` compile for every new shape, and raise an error where it cannot.
 
     The graphs can run backward twice: the two parts of a split backward do. On an accelerator they
-    run in a thread of torch's own. Settings are per thread, so there the default counts.
+    run in a thread of torch's own. Settings are per thread, so there the default counts. torch's
+    cache does not distinguish such graphs from those of other programs, whose backward may write
+    its results into what it needs: a tag does.
     """
     from torch._dynamo import config
     from torch._functorch import config as graphs
+    from torch.compiler import config as caches
 
     config.recompile_limit = config.accumulated_recompile_limit = sys.maxsize
     config.fail_on_recompile_limit_hit = True
     graphs.donated_buffer = graphs._config["donated_buffer"].default = False
+    caches.cache_key_tag = caches._config["cache_key_tag"].default = "pipeworker"  # type: ignore
 
 
 def graphs_donate_buffers() -> bool:

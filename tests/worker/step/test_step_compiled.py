@@ -18,6 +18,8 @@ from torch import nn
 from torch._dynamo import reset
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
+from torch._inductor.codecache import compiled_fx_graph_hash
+from torch.compiler import config as compiler_config
 
 from pipeworker.facts.connections import Skip
 from pipeworker.facts.position import Phase, Position
@@ -143,6 +145,23 @@ def test_a_backward_leaves_what_its_second_part_needs() -> None:
     """Otherwise a graph's backward may write its results there, and runs once."""
     compiled([nn.Linear(2, 2)], EAGER)[0](torch.ones(1, 2))
     assert not functorch_config.donated_buffer
+
+
+def test_graphs_of_other_programs_are_not_taken_from_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their backwards may write results into what a second part needs, and torch's key is equal."""
+
+    def key() -> str:
+        graph = torch.fx.symbolic_trace(nn.ReLU())
+        found: str = compiled_fx_graph_hash(graph, [torch.ones(2)], {}, [])[0]
+        return found
+
+    compiled([nn.Linear(2, 2)], EAGER)
+    with ThreadPoolExecutor(1) as thread:
+        keys = [key(), thread.submit(key).result()]
+    monkeypatch.setattr(compiler_config, "cache_key_tag", "")
+    assert key() not in keys
 
 
 def test_a_thread_of_torch_runs_a_split_backward_after_a_whole_one() -> None:
