@@ -120,7 +120,7 @@ def test_restarted_pods_find_the_run_directory_on_their_volume(cluster: Cluster)
 def test_a_job_that_cannot_be_planned_here_is_submitted_without_a_limit_of_memory(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = {"image": "image", "job": "/work/train.py"}
+    settings = {"image": "image", "job": "/app/train.py"}
     text = cluster.engine.render(replace(SPEC, settings=settings))
     *_, job = yaml.safe_load_all(text)
     (container,) = job["spec"]["template"]["spec"]["containers"]

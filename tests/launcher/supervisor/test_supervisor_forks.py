@@ -184,7 +184,7 @@ def test_links_over_gloo_have_threads_of_their_own(
 
 
 def test_stages_of_one_worker_have_no_link_over_gloo() -> None:
-    """Of the four stages of zbv, the middle ones share a worker, and so do the outer ones."""
+    """The middle ones of the four stages of zbv share a worker, and so do the outer ones."""
     forks = Forks(Options("job.py", 2, 4, schedule="zbv", backend="gloo"), "token", 1)
     (first, _) = forks.next_forks([2], [""])
     assert first[1].tasks == 2 * (12 + 2 * 4 - 1)
