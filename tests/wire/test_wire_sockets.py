@@ -343,6 +343,19 @@ class MonitoredSocket:
         self.report(zmq.EVENT_MONITOR_STOPPED)
 
 
+Monitored = tuple[MonitoredSocket, sockets.ConnectionLimit]
+
+
+@pytest.fixture
+def monitored(
+    monkeypatch: pytest.MonkeyPatch, context: zmq.Context[zmq.Socket[bytes]]
+) -> Monitored:
+    """Return a socket and the limit of its connections."""
+    monkeypatch.setattr(sockets, "MAX_PENDING", LIMIT)
+    server = MonitoredSocket(context)
+    return server, sockets.ConnectionLimit(server)  # type: ignore[arg-type]
+
+
 Pairs = tuple[list[socket.socket], list[socket.socket]]
 
 
@@ -358,11 +371,9 @@ def pairs(stack: ExitStack, count: int) -> Pairs:
 
 
 def test_a_connection_that_has_ended_is_not_counted(
-    monkeypatch: pytest.MonkeyPatch, context: zmq.Context[zmq.Socket[bytes]]
+    monitored: Monitored,
 ) -> None:
-    monkeypatch.setattr(sockets, "MAX_PENDING", LIMIT)
-    server = MonitoredSocket(context)
-    limit = sockets.ConnectionLimit(server)  # type: ignore[arg-type]
+    server, limit = monitored
     with ExitStack() as stack:
         accepted, connected = pairs(stack, 2 * LIMIT)
         for number, connection in enumerate(accepted):
@@ -375,11 +386,9 @@ def test_a_connection_that_has_ended_is_not_counted(
 
 
 def test_the_next_connection_with_a_descriptor_is_not_closed_for_the_last_one(
-    monkeypatch: pytest.MonkeyPatch, context: zmq.Context[zmq.Socket[bytes]]
+    monitored: Monitored,
 ) -> None:
-    monkeypatch.setattr(sockets, "MAX_PENDING", LIMIT)
-    server = MonitoredSocket(context)
-    limit = sockets.ConnectionLimit(server)  # type: ignore[arg-type]
+    server, limit = monitored
     with ExitStack() as stack:
         accepted, connected = pairs(stack, LIMIT + 4)
         *first, other, second, third = accepted
@@ -395,11 +404,9 @@ def test_the_next_connection_with_a_descriptor_is_not_closed_for_the_last_one(
 
 
 def test_a_frame_that_is_read_before_its_connection_is_reported(
-    monkeypatch: pytest.MonkeyPatch, context: zmq.Context[zmq.Socket[bytes]]
+    monitored: Monitored,
 ) -> None:
-    monkeypatch.setattr(sockets, "MAX_PENDING", LIMIT)
-    server = MonitoredSocket(context)
-    limit = sockets.ConnectionLimit(server)  # type: ignore[arg-type]
+    server, limit = monitored
     with ExitStack() as stack:
         accepted, connected = pairs(stack, LIMIT + 2)
         limit.on_frame({zmq.SRCFD: accepted[0].fileno()})  # type: ignore[arg-type]

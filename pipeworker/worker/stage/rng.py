@@ -169,7 +169,7 @@ class Stream:
         seed_all(seed, self._accelerator)
 
     def states(self) -> States:
-        """Return the states that determine the next numbers, inside :meth:`active` only."""
+        """Return the generators' states: those of the stream inside :meth:`active` only."""
         return (
             torch.default_generator.get_state(),
             random.getstate(),
