@@ -370,9 +370,7 @@ def pairs(stack: ExitStack, count: int) -> Pairs:
     return accepted, connected
 
 
-def test_a_connection_that_has_ended_is_not_counted(
-    monitored: Monitored,
-) -> None:
+def test_a_connection_that_has_ended_is_not_counted(monitored: Monitored) -> None:
     server, limit = monitored
     with ExitStack() as stack:
         accepted, connected = pairs(stack, 2 * LIMIT)
@@ -403,9 +401,7 @@ def test_the_next_connection_with_a_descriptor_is_not_closed_for_the_last_one(
         assert closed(connected)[3:] == [False] * (LIMIT + 1)
 
 
-def test_a_frame_that_is_read_before_its_connection_is_reported(
-    monitored: Monitored,
-) -> None:
+def test_a_frame_that_is_read_before_its_connection_is_reported(monitored: Monitored) -> None:
     server, limit = monitored
     with ExitStack() as stack:
         accepted, connected = pairs(stack, LIMIT + 2)
