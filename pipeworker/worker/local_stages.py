@@ -33,7 +33,7 @@ from pipeworker.worker.stage.skips import StageSkips
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.step.first_sample import check_figures
 from pipeworker.worker.step.wiring import Wiring
-from pipeworker.worker.update.independence import note_of, note_on_draws
+from pipeworker.worker.update.independence import note_of, note_on_draws, note_on_implementation
 from pipeworker.worker.update.optimizers import StageOptimizers
 from pipeworker.worker.update.ties import Ties
 from pipeworker.worker.update.update import Updater
@@ -107,10 +107,14 @@ class LocalStages:
 
     def apply(self, update: Update) -> None:
         """Apply the gradients to the weights of all stages."""
-        for updater in self.updaters.values():
-            is_known = updater.draws is not None
+        for index, updater in self.updaters.items():
+            is_first = updater.draws is None and self.is_part
+            if is_first and not update.overflow:
+                device = self.stages[index].device
+                found = [note_on_implementation(one, device) for one in updater.optimizers.all]
+                self.borrowing.notes += filter(None, found)
             updater.apply(update)
-            if updater.draws and not is_known and self.is_part:
+            if updater.draws and is_first:
                 self.borrowing.notes.append(note_on_draws(updater.optimizers.all))
 
     def share_weights(self, wiring: Wiring) -> None:

@@ -46,6 +46,39 @@ def note_on_draws(optimizers: Iterable[torch.optim.Optimizer]) -> str:
     )
 
 
+def note_on_implementation(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
+    """Return a note for the user if a stage's parameters decide how each one is updated, or "".
+
+    On an accelerator torch updates all parameters of a group together, unless one of them is of
+    another class or elsewhere; Adagrad does not if a gradient is sparse. The two ways round
+    differently. Call this while the parameters have their gradients.
+    """
+    is_accelerator = device.type not in ("cpu", "mps")
+    for group in optimizer.param_groups:
+        together = group.get("foreach", False)
+        is_default = together is None and not group.get("fused") and is_accelerator
+        for parameter in group["params"]:
+            reason = ""
+            if isinstance(optimizer, torch.optim.Adagrad) and (together or is_default):
+                reason = "has a sparse gradient" if _is_sparse(parameter.grad) else ""
+            if is_default and parameter.requires_grad:
+                if type(parameter) not in (nn.Parameter, torch.Tensor):
+                    reason = f"is a {type(parameter).__name__}"
+                elif parameter.device.type != device.type:
+                    reason = f"is not on {device.type}"
+            if reason:
+                return (
+                    f"{type(optimizer).__name__}: torch chooses its implementation by the "
+                    f"parameters of a stage, of which one {reason}, so the numbers may depend on "
+                    "the number of stages; give it foreach=False"
+                )
+    return ""
+
+
+def _is_sparse(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and gradient.is_sparse
+
+
 def _lacks_eps(group: dict[str, Any]) -> bool:
     """Return whether a group of Adafactor has parameters of several types, and no eps for them."""
     return group["eps"][0] is None and len({p.dtype for p in group["params"]}) > 1

@@ -12,7 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from pipeworker.worker.update.independence import combines_parameters, note_of, note_on_draws
+from pipeworker.worker.update.independence import (
+    combines_parameters,
+    note_of,
+    note_on_draws,
+    note_on_implementation,
+)
 from support.real_jobs.jobs import Jobs
 
 PACKAGE = """
@@ -166,3 +171,83 @@ def test_of_several_optimizers_one_is_said_to_draw() -> None:
     params = [nn.Parameter(torch.zeros(2))]
     every = [torch.optim.SGD(params), torch.optim.Adam(params), torch.optim.SGD(params)]
     assert note_on_draws(every).startswith("SGD or Adam: draws random numbers in its step, in the ")
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+_PLAIN, _OTHER = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2).as_subclass(_Subclass))
+_FROZEN = nn.Parameter(_OTHER.detach(), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("weights", "settings", "device", "reason"),
+    [
+        ([_PLAIN, _FROZEN], {}, "meta", "is not on meta"),
+        ([_PLAIN, _FROZEN], {}, "cpu", ""),
+        ([_OTHER], {}, "meta", "is a _Subclass"),
+        ([_PLAIN, _OTHER], {}, "cpu", ""),
+        ([_PLAIN, _OTHER], {}, "mps", ""),
+        ([_PLAIN, _OTHER], {"foreach": False}, "meta", ""),
+        ([_PLAIN, _OTHER], {"foreach": True}, "meta", ""),
+        ([_PLAIN, _OTHER], {"fused": True}, "meta", ""),
+    ],
+)
+def test_a_parameter_that_decides_for_the_others_is_noted(
+    weights: list[nn.Parameter], settings: dict[str, bool], device: str, reason: str
+) -> None:
+    """Torch's two implementations round differently; `meta` stands for an accelerator."""
+    note = note_on_implementation(torch.optim.AdamW(weights, **settings), torch.device(device))
+    assert (f"of which one {reason}, so the numbers" in note) if reason else not note
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_a_sparse_gradient_decides_for_the_others_of_adagrad(foreach: bool | None) -> None:
+    """Its two implementations give other numbers in bf16 on the CPU."""
+
+    def updated(*others: torch.Tensor) -> torch.Tensor:
+        weight = nn.Parameter(torch.linspace(-1, 1, 99, dtype=torch.bfloat16))
+        weights = [weight, *map(nn.Parameter, others)]
+        optimizer = torch.optim.Adagrad(weights, foreach=foreach)
+        weight.grad = torch.linspace(1, 2, 99, dtype=torch.bfloat16)
+        for other in weights[1:]:
+            other.grad = torch.ones_like(other).to_sparse(1)
+        note = note_on_implementation(optimizer, torch.device("cpu"))
+        assert ("of which one has a sparse gradient" in note) == bool(others and foreach)
+        optimizer.step()  # type: ignore[no-untyped-call]
+        return weight.detach()
+
+    beside = updated(torch.ones(5, 3, dtype=torch.bfloat16))
+    assert torch.equal(updated(), beside) == (not foreach)
+
+
+SPARSE = """
+import torch
+from torch import nn
+
+
+def model():
+    return [nn.Embedding(5, 4, sparse=True), nn.Linear(4, 1)]
+
+
+def loss(output, target):
+    return nn.functional.mse_loss(output, target)
+
+
+def optimizer(params):
+    return torch.optim.Adagrad(params, foreach=True)
+
+
+def data():
+    for _ in range(3):
+        yield torch.ones(4, dtype=torch.int64), torch.ones(4, 1)
+"""
+
+
+def test_a_job_whose_stages_choose_implementations_is_noted_once(jobs: Jobs) -> None:
+    """One stage alone has all parameters, and is not noted."""
+    for stages in 1, 2:
+        run = jobs.run("--stages", str(stages), source=SPARSE)
+        found = run.stderr.count("Adagrad: torch chooses its implementation by the parameters")
+        assert (run.status, found) == (0, stages - 1), run.stderr
