@@ -110,11 +110,17 @@ def _reads(handle: int, chunk: memoryview) -> bool:
 
 
 def ranges(handle: int, part: Part, size: int) -> Iterator[memoryview]:
-    """Yield a header and a range of an open file, through one buffer of `size` bytes."""
+    """Yield a header and a range of an open file, through one buffer of `size` bytes.
+
+    Raises:
+        OSError: the file ends before the range does.
+    """
     header, start, end = part
     yield memoryview(header)
     buffer = memoryview(bytearray(size))
     while start < end:
         count = os.preadv(handle, [buffer[: min(size, end - start)]], start)
+        if not count:
+            raise OSError(f"the file has no byte {start}: it was shortened while it was copied")
         yield buffer[:count]
         start += count

@@ -14,6 +14,7 @@ from torch import nn
 from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.record.checkpoint.checkpoint import Checkpoint
+from pipeworker.record.checkpoint.frozen_weights import ranges
 from pipeworker.record.checkpoint.manifest import Manifest, describe_file, file_names
 from pipeworker.record.checkpoint.snapshot_buffer import file_contents
 from pipeworker.record.checkpoint.snapshot_memory import write_contents
@@ -167,3 +168,13 @@ def test_a_file_system_without_second_names_gets_a_copy(
     second = complete(run, 2, net)
     assert not (first / FROZEN).samefile(second / FROZEN)
     Checkpoint(second).verify()
+
+
+def test_a_file_that_was_shortened_is_not_read_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "part"
+    path.write_bytes(b"12345")
+    with path.open("rb") as file:
+        chunks = ranges(file.fileno(), (b"header", 2, 8), 2)
+        assert [bytes(next(chunks)) for _ in range(3)] == [b"header", b"34", b"5"]
+        with pytest.raises(OSError, match="the file has no byte 5: it was shortened"):
+            next(chunks)
