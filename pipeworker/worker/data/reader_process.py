@@ -243,6 +243,8 @@ class ReaderProcess:
         if not message:  # the agent is gone
             self._status = 1
             return
+        if not files:  # no descriptor was left for it: the worker sees the end of its connection
+            return
         self._disconnect()
         self._connection = socket.socket(fileno=files[0])
         self._selector.register(self._connection, selectors.EVENT_READ)

@@ -6,6 +6,7 @@ import errno
 import os
 import select
 import signal
+import socket
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -16,10 +17,11 @@ import pytest
 import torch
 
 from pipeworker.facts.failure import Cause
-from pipeworker.host.data_readers import DataReaders, ReaderLink
+from pipeworker.host.data_readers import DataReaders, ReaderLink, ReadingClock
 from pipeworker.host.session_watcher import SessionWatcher
 from pipeworker.job.options import Options
 from pipeworker.worker.data import reader_process, remote_reader
+from pipeworker.worker.data.reader_process import ReaderProcess
 from pipeworker.worker.data.reader_requests import Setup, place_of
 from pipeworker.worker.data.remote_reader import ReadFailed, RemoteReader, end_reading
 from support.real_jobs.jobs import until
@@ -322,6 +324,15 @@ def test_a_request_that_the_system_refuses_is_a_loss(
             read(first)
     assert lost.value.failure.cause is Cause.LOST
     read_on(host, 2, 1)
+
+
+def test_a_connection_that_was_lost_on_the_way_is_no_error() -> None:
+    """The system drops the descriptor of a message if the process may open no other."""
+    (connection, worker), (control, agent) = socket.socketpair(), socket.socketpair()
+    with connection, worker, control:
+        with agent:
+            agent.sendall(b"\0")
+        assert ReaderProcess(connection, control, ReadingClock()).serve() == 1  # the agent is gone
 
 
 def refuse(*_: object) -> None:
