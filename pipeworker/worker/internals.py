@@ -9,6 +9,7 @@ behaves differently. One that is here for speed names the public function that i
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -452,7 +453,7 @@ def allow_any_number_of_graphs() -> None:
     The graphs can run backward twice: the two parts of a split backward do. On an accelerator they
     run in a thread of torch's own. Settings are per thread, so there the default counts. torch's
     cache does not distinguish such graphs from those of other programs, whose backward may write
-    its results into what it needs: a tag does.
+    its results into what it needs: a tag does, and precedes that of the user's environment.
     """
     from torch._dynamo import config
     from torch._functorch import config as graphs
@@ -461,7 +462,10 @@ def allow_any_number_of_graphs() -> None:
     config.recompile_limit = config.accumulated_recompile_limit = sys.maxsize
     config.fail_on_recompile_limit_hit = True
     graphs.donated_buffer = graphs._config["donated_buffer"].default = False
-    caches.cache_key_tag = caches._config["cache_key_tag"].default = "pipeworker"  # type: ignore
+    tag = caches._config["cache_key_tag"]  # type: ignore[attr-defined]
+    caches.cache_key_tag = tag.default = tag.env_value_default = "pipeworker" + os.environ.get(
+        "TORCH_COMPILE_CACHE_KEY_TAG", ""
+    )
 
 
 def graphs_donate_buffers() -> bool:

@@ -25,6 +25,7 @@ from pipeworker.facts.connections import Skip
 from pipeworker.facts.position import Phase, Position
 from pipeworker.host.position import Tracker
 from pipeworker.plan.placement import Placement
+from pipeworker.worker.internals import allow_any_number_of_graphs
 from pipeworker.worker.stage.layers import StageConfig, compiled, reporting_compilation
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.stage import Stage
@@ -162,6 +163,18 @@ def test_graphs_of_other_programs_are_not_taken_from_the_cache(
         keys = [key(), thread.submit(key).result()]
     monkeypatch.setattr(compiler_config, "cache_key_tag", "")
     assert key() not in keys
+
+
+def test_a_tag_of_the_environment_replaces_no_tag_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch's threads it would count before a default; it still distinguishes graphs."""
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCH_COMPILE_CACHE_KEY_TAG", "-mine")
+        patch.setattr(compiler_config._config["cache_key_tag"], "env_value_default", "-mine")
+        allow_any_number_of_graphs()
+        with ThreadPoolExecutor(1) as thread:
+            found = thread.submit(lambda: compiler_config.cache_key_tag).result()
+        assert found == compiler_config.cache_key_tag == "pipeworker-mine"
+    allow_any_number_of_graphs()
 
 
 def test_a_thread_of_torch_runs_a_split_backward_after_a_whole_one() -> None:
