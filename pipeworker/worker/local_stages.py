@@ -12,6 +12,7 @@ from typing import Any
 from pipeworker.errors import UsageError
 from pipeworker.exact_sum import partials
 from pipeworker.facts.connections import Borrowed, Cached, Existing
+from pipeworker.facts.criterion import Criterion
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.facts.limits import LONGEST_NAME, MOST_NOTES
 from pipeworker.facts.position import Phase
@@ -125,7 +126,7 @@ class LocalStages:
         """Step the learning-rate schedulers that an evaluation, or the end of an epoch, steps."""
         for updater in self.updaters.values():
             if isinstance(event, Evaluated):
-                updater.optimizers.report_evaluation(event.loss)
+                updater.optimizers.report_evaluation(event.loss, event.best)
             else:
                 updater.end_epoch(event.step)
 
@@ -267,5 +268,11 @@ def _updater(stage: Stage, loaded: LoadedWorker, ties: Ties | None, steps: int) 
         raise UsageError(
             "ReduceLROnPlateau: needs the evaluation loss; give --evaluate-every and define "
             "evaluation() in the job file"
+        )
+    if updater.optimizers.wants_more and not Criterion.parse(options.best).more:
+        also = "" if options.own_loop else ", or give --best max:NAME, whose figure it then uses"
+        raise UsageError(
+            "ReduceLROnPlateau: its mode is 'max', and it is stepped with the evaluation loss, of "
+            f"which less is better; make it mode='min'{also}"
         )
     return updater

@@ -128,3 +128,21 @@ def test_a_wrong_source_of_the_best_weights_is_named(jobs: Jobs, tmp_path: Path)
     assert f"--best: {run} has no checkpoint with an evaluation" in refused(run)
     path = run / "checkpoints" / "step-00000001"
     assert f"--best: {path} is a checkpoint; give the directory of its run" in refused(path)
+
+
+@slow
+def test_a_scheduler_follows_the_figure_of_the_best(jobs: Jobs) -> None:
+    """Its figure never grows here, so each evaluation after the first one halves the rate."""
+    scheduled = (
+        SOURCE.replace("output.argmax(1) == target", "output.argmax(1) == -1")
+        + """
+    def scheduler(optimizer):
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, "max", factor=0.5, patience=0
+        )
+"""
+    )
+    words = (*WORDS, "--steps", "4", "--evaluate-every", "1", "--best", "max:accuracy")
+    run = jobs.train(*words, source=scheduled)
+    assert [row["accuracy"] for row in run.evaluations] == [0.0] * 4
+    assert [row["lr"] for row in run.metrics] == [0.01, 0.01, 0.005, 0.0025]

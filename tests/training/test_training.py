@@ -306,6 +306,11 @@ def test_frozen_layers(jobs: Jobs) -> None:
             "def scheduler(o): return torch.optim.lr_scheduler.ReduceLROnPlateau(o)",
             "ReduceLROnPlateau: needs the evaluation loss",
         ),
+        (
+            ("--evaluate-every", "2"),
+            "def scheduler(o): return torch.optim.lr_scheduler.ReduceLROnPlateau(o, 'max')",
+            "ReduceLROnPlateau: its mode is 'max', and it is stepped with the evaluation loss",
+        ),
     ],
 )
 def test_mistakes(jobs: Jobs, words: tuple[str, ...], change: str, message: str) -> None:

@@ -273,9 +273,11 @@ class FileLoop(BaseLoop):
         failure = self._lacking(evaluation)
         if failure is not None and not progress.started:
             new = False  # a row would keep the directory of a run that is a mistake
+        criterion = progress.evaluations.criterion
+        best = criterion.value(evaluation.row()) if criterion.more else None
         # An evaluation before the first step leaves the numbers of training as they are.
         return Due(
-            Evaluated(evaluation.loss) if evaluation.step else None,
+            Evaluated(evaluation.loss, best) if evaluation.step else None,
             (evaluation,) if new else (),
             can_save=True,
             must_save=is_best and was_left,  # its checkpoint lacks the figures

@@ -158,9 +158,15 @@ class EvaluationDone:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The loss of the last evaluation pass, which a scheduler may use."""
+    """The figures of the last evaluation pass that schedulers may use.
+
+    Attributes:
+        loss: of its first set.
+        best: the figure of ``--best`` if more of it is better, else None; None if not finite, too.
+    """
 
     loss: float
+    best: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

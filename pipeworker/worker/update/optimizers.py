@@ -101,8 +101,13 @@ class StageOptimizers:
 
     @property
     def wants_metric(self) -> bool:
-        """Whether a scheduler uses the evaluation loss."""
+        """Whether a scheduler uses a figure of evaluations."""
         return any(isinstance(one, _Plateau) for one in self.schedulers)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether a scheduler uses a figure of evaluations of which more is better."""
+        return any(isinstance(one, _Plateau) and one.mode == "max" for one in self.schedulers)
 
     @property
     def learning_rate(self) -> float:
@@ -162,12 +167,16 @@ class StageOptimizers:
                 if scheduler is not None and not isinstance(scheduler, _Plateau):
                     scheduler.step()
 
-    def report_evaluation(self, loss: float) -> None:
-        """Step the schedulers that use the evaluation loss."""
+    def report_evaluation(self, loss: float, best: float | None = None) -> None:
+        """Step the schedulers that use the evaluation loss, or the figure of which more is better.
+
+        A figure that is not finite, which is None here, is no improvement.
+        """
+        more = math.nan if best is None else best
         with user_code("the scheduler"):
             for scheduler in self.schedulers:
                 if isinstance(scheduler, _Plateau):
-                    scheduler.step(loss)
+                    scheduler.step(more if scheduler.mode == "max" else loss)
 
     def restart_schedulers(self, count: int) -> None:
         """Make the schedulers again, as they are after `count` calls of step.
@@ -302,13 +311,7 @@ def _check_scheduler(scheduler: Any, built: Optimizer) -> None:
             f"scheduler(optimizer) returned {kind} of another optimizer, so this stage's "
             "learning rate would not change; pass `optimizer` to it"
         )
-    if isinstance(scheduler, _Plateau):
-        if scheduler.mode == "max":
-            raise UsageError(
-                "ReduceLROnPlateau: its mode is 'max', and it is stepped with the evaluation loss, "
-                "of which less is better; make it mode='min'"
-            )
-    elif not accepts(scheduler.step, 0):
+    if not isinstance(scheduler, _Plateau) and not accepts(scheduler.step, 0):
         raise UsageError(
             f"scheduler(optimizer) returned {kind} with {format_signature(scheduler.step)}; return "
             "an object of your own whose step() counts its calls and steps it"

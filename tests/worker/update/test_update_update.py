@@ -295,13 +295,6 @@ def test_a_scheduler_whose_step_takes_the_epoch_is_refused() -> None:
         make([nn.Linear(1, 1)], sgd, lambda _: made)
 
 
-def test_a_scheduler_for_a_figure_of_which_more_is_better_is_refused() -> None:
-    """It is stepped with the evaluation loss, so it would lower the rate while that improves."""
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-    with pytest.raises(UsageError, match=r"ReduceLROnPlateau: its mode is 'max', .* mode='min'"):
-        make([nn.Linear(1, 1)], sgd, lambda optimizer: plateau(optimizer, "max"))
-
-
 def test_a_scheduler_that_names_no_optimizer_is_let_through() -> None:
     made = SimpleNamespace(step=lambda: None, state_dict=dict, load_state_dict=print)
     assert make([nn.Linear(1, 1)], sgd, lambda _: made).optimizers.schedulers == [made]
@@ -500,6 +493,19 @@ def test_the_end_of_an_epoch_steps_no_other_scheduler(interval: str, kind: str) 
     before = updater.states[0].schedule
     updater.end_epoch(1)
     assert updater.states[0].schedule == before
+
+
+def test_a_plateau_for_a_figure_of_which_more_is_better_leaves_the_loss_alone() -> None:
+    def plateau(opt: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(opt, "max", factor=0.5, patience=0)
+
+    updater = make([layer(1.0)], sgd, plateau)
+    assert updater.optimizers.wants_more
+    rates = []
+    for loss, best in ((1.0, 0.5), (1.0, 0.6), (0.5, None), (0.4, 0.6), (0.7, 0.7)):
+        updater.optimizers.report_evaluation(loss, best)
+        rates.append(updater.optimizers.learning_rate)
+    assert rates == [0.5, 0.5, 0.25, 0.125, 0.125]
 
 
 def test_a_plateau_looks_at_the_evaluation_alone() -> None:
