@@ -127,7 +127,7 @@ def _replanned(
         saved = min(now.step_seconds - planned.step_seconds, 0.99 * took)
         return took / (took - saved)
 
-    balanced = _plan(facts, replace(request, balance=None))
+    balanced = _fitting(facts, replace(request, balance=None))
     if balanced is not None and balanced.balance != now.balance:
         option = f"--balance {','.join(map(str, balanced.balance))}"
         faster = gain(balanced)
@@ -139,7 +139,7 @@ def _replanned(
     for name in ORDERS:
         if name == request.schedule:
             continue
-        planned = _plan(facts, replace(request, schedule=name, virtual_stages=None))
+        planned = _fitting(facts, replace(request, schedule=name, virtual_stages=None))
         if planned is not None:
             option = f"--schedule {name}"
             if request.virtual_stages is not None:  # the command line has one for its schedule
@@ -154,10 +154,14 @@ def _replanned(
 
 def _plan(facts: NetworkFacts, request: PlanRequest) -> Planned | None:
     try:
-        planned = plan_request(facts, request)
+        return plan_request(facts, request)
     except PipeworkerError:  # too few layers, or micro-batches
         return None
-    return planned if planned.fits else None
+
+
+def _fitting(facts: NetworkFacts, request: PlanRequest) -> Planned | None:
+    planned = _plan(facts, request)
+    return planned if planned is not None and planned.fits else None
 
 
 def _slowest(now: Planned) -> str:

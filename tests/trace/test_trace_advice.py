@@ -110,6 +110,17 @@ def test_a_plan_without_enough_memory_is_no_advice() -> None:
     assert advice.option == "--balance 3,3,1,1"
 
 
+def test_a_run_that_was_predicted_not_to_fit_gets_advice() -> None:
+    """It has run, so its steps can be compared; of other plans those count that fit."""
+    found, costs = measured("zb-h1", BALANCE)
+    facts = measured_facts(None, ranges(BALANCE), OWNERS, costs)
+    heavy = tuple(replace(layer, parameter_bytes=3) for layer in facts.layers)
+    request = PlanRequest("zb-h1", 4, 16, "never", BALANCE)
+    for limit, expected in ((10, "--balance 2,2,2,2"), (5, "")):
+        tight = replace(facts, layers=heavy, limits=(limit,) * 4)
+        assert advise(tight, request, BALANCE, found, 2).option == expected
+
+
 def test_no_plan_is_predicted_to_save_all_of_a_step() -> None:
     _, costs = measured("zb-h1", BALANCE)
     facts = measured_facts(None, ranges(BALANCE), OWNERS, costs)
