@@ -158,7 +158,7 @@ def test_graphs_of_other_programs_are_not_taken_from_the_cache(
         found: str = compiled_fx_graph_hash(graph, [torch.ones(2)], {}, [])[0]
         return found
 
-    compiled([nn.Linear(2, 2)], EAGER)
+    allow_any_number_of_graphs()
     with ThreadPoolExecutor(1) as thread:
         keys = [key(), thread.submit(key).result()]
     monkeypatch.setattr(compiler_config, "cache_key_tag", "")
