@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from pipeworker.display.figures import GAP, Figure, Pace, Rank, figures, step_of
+from pipeworker.display.style import Style
 from pipeworker.display.text import duration
 from pipeworker.facts.step import StepResult
 
@@ -19,33 +20,40 @@ _BAR, _NOTEBOOK = 30, 100
 
 
 class JobProgress:
-    """The progress of a job; ``quiet`` shows nothing.
+    """The progress of a job; a quiet `style` shows nothing.
 
     In the output of a `notebook`'s cell rich renders the bar as HTML, in place of the earlier one.
     """
 
-    def __init__(self, *, quiet: bool, notebook: bool) -> None:
-        self.quiet, self._notebook = quiet, notebook
+    def __init__(self, style: Style, *, notebook: bool) -> None:
+        self.quiet, self._style, self._notebook = style.quiet, style, notebook
         self._is_bar = notebook or sys.stdout.isatty()
         self._handle: Any = None
         self._live: Any = None
         self._total: int | None = None
-        self._done = 0
+        self._first, self._done = 1, 0
         self._pace = Pace(None)
         self._row: StepResult | None = None
         self._shown_at, self._shown = 0.0, 0
 
     def plan(self, total: int | None, first: int) -> None:
         """Begin to show steps from `first`, of `total` if that is known."""
-        self._total, self._done, self._pace = total, first - 1, Pace(total)
+        self._total, self._first, self._done, self._pace = total, first, first - 1, Pace(total)
         self._draw([Figure(step_of(self._done, total), Rank.STEP), Figure("starting", Rank.LOSS)])
 
     def step(self, row: StepResult) -> None:
-        """Show a step, unless another state was shown a moment ago."""
-        now = time.monotonic()
+        """Show a step, unless another state was shown a moment ago or its line is not due."""
+        now, every = time.monotonic(), self._style.log_every
         self._row, self._done = row, row.step
         self._pace.add(row.step, now)
-        if now - self._shown_at >= _SECONDS[self._is_bar] or row.step == self._total:
+        due = now - self._shown_at >= _SECONDS[self._is_bar]
+        if every:
+            logged = row.step % every == 0 or row.step == self._first
+            if not self._is_bar:
+                due = logged
+            elif logged:
+                self.line(_text(self._figures(row, now)))
+        if due or row.step == self._total:
             self._show_row(now)
 
     def line(self, text: str, *, error: bool = False) -> None:
@@ -62,16 +70,19 @@ class JobProgress:
 
     def _show_row(self, now: float) -> None:
         assert self._row is not None
-        left = self._pace.remaining(now) if self._row.step != self._total else None
+        self._shown_at, self._shown = now, self._row.step
+        self._draw(self._figures(self._row, now))
+
+    def _figures(self, row: StepResult, now: float) -> list[Figure]:
+        left = self._pace.remaining(now) if row.step != self._total else None
         time_left = f"{duration(left)} left" if left else ""
-        row, self._shown_at, self._shown = self._row, now, self._row.step
-        self._draw(figures(row, self._total, time_left))
+        return figures(row, self._total, time_left, verbose=self._style.verbose)
 
     def _draw(self, found: list[Figure]) -> None:
         if self.quiet:
             return
         if not self._is_bar:
-            self.line(GAP.join(figure.text for figure in found))
+            self.line(_text(found))
             return
         from pipeworker.display.terminal import bar_row
 
@@ -90,3 +101,7 @@ class JobProgress:
             self._live = Live(drawn, auto_refresh=False)
             self._live.start()
         self._live.update(drawn, refresh=True)
+
+
+def _text(found: list[Figure]) -> str:
+    return GAP.join(figure.text for figure in found)

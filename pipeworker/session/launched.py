@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from pipeworker.display.figures import evaluation_line
 from pipeworker.display.progress import JobProgress
+from pipeworker.display.style import Style
 from pipeworker.errors import PipeworkerError, UsageError, a_type, of_status
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.job.options import Options
@@ -100,7 +101,10 @@ def launch(
             submitted the job, as ``on="kubernetes"`` does: the job runs.
     """
     words = command_words(job_file, arguments, options)
-    progress = JobProgress(quiet=quiet, notebook=notebook_shell() is not None)
+    style = Style(
+        quiet=quiet, verbose=bool(options.get("verbose")), log_every=options.get("log_every")
+    )
+    progress = JobProgress(style, notebook=notebook_shell() is not None)
     job = _Job([sys.executable, "-m", "pipeworker", *words], progress)
     interrupted = False
     try:
@@ -283,5 +287,11 @@ class _Job:
 
 
 def _finite(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an event's figures; null, for one that is not finite, becomes NaN."""
-    return {name: float("nan") if value is None else value for name, value in event.items()}
+    """Return an event's figures; null, for one that is not finite, becomes NaN.
+
+    A loss scale of null is none.
+    """
+    return {
+        name: float("nan") if value is None and name != "loss_scale" else value
+        for name, value in event.items()
+    }

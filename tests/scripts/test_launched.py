@@ -180,6 +180,24 @@ def test_what_a_job_reports_is_shown(
     assert capfd.readouterr() == ("", "warning: warned\n")
 
 
+def test_the_steps_and_the_figures_of_lines_are_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan, *_, end = EVENTS
+    rows = [dataclasses.replace(ROW, step=step, lr=step) for step in range(2, 9)]
+    steps = [{"event": "step", **strict(dataclasses.asdict(row))} for row in rows]
+    events = [plan | {"steps": 8, "first_step": 2}, *steps, end]
+    found = "\n".join(map(json.dumps, events)), "", 0
+    launch_events(tmp_path, monkeypatch, found, log_every=3, verbose=True)
+    _, *shown = capfd.readouterr().out.splitlines()
+    assert [line.split()[1] for line in shown] == ["2/8", "3/8", "6/8", "8/8"]
+    assert all("  gradient norm nan  epoch 0" in line for line in shown)
+    assert not any("loss scale" in line for line in shown)
+    for wrong in ({"log_every": 0}, {"log_every": "3"}, {"quiet": True, "verbose": True}):
+        with pytest.raises(pipeworker.UsageError, match=r"must be an integer|they exclude each"):
+            launch_events(tmp_path, monkeypatch, found, **wrong)
+
+
 @pytest.mark.parametrize(
     ("status", "events", "errors", "message"),
     [
