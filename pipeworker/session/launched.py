@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -32,6 +33,8 @@ from pipeworker.session.options import option_names
 from pipeworker.session.process import notebook_shell
 
 _INTERRUPTED = 130
+_LINES = 10
+"""Of a cluster's own command, kept for an error."""
 _OPTIONS = {
     *option_names(("job_file", "arguments")),
     *("hosts", "hosts_file", "sync", "launcher_address", "on", "nodes", "set", "dry_run"),
@@ -129,7 +132,7 @@ def launch(
     if not end:  # Kubernetes has accepted the job, and the command does not follow it
         raise PipeworkerError(
             "pipeworker.launch(): the job was submitted, and its end is not reported to this call; "
-            "follow it with the cluster's own commands"
+            + "\n".join(["follow it with the cluster's own commands:", *job.lines])
         )
     run_dir = Path(end["run_dir"])
     saved, summary = end["checkpoint"], read_summary(RunDir(run_dir))
@@ -219,11 +222,13 @@ class _Job:
     Attributes:
         ended: the event of the job's end; empty until then.
         errors: the error that the command has written to standard error, else all it wrote there.
+        lines: the last lines that are no events: a cluster's own command has written them.
     """
 
     def __init__(self, command: Sequence[str], progress: JobProgress) -> None:
         self.ended: dict[str, Any] = {}
         self.errors = ""
+        self.lines: deque[str] = deque(maxlen=_LINES)
         self._progress = progress
         self._process = subprocess.Popen(
             command,
@@ -261,7 +266,8 @@ class _Job:
             event = json.loads(line)
             kind = event.pop("event")
         except (ValueError, AttributeError, KeyError, TypeError):  # of a cluster's own command
-            self._progress.line(line.rstrip("\n"))
+            self.lines.append(line.rstrip("\n"))
+            self._progress.line(self.lines[-1])
             return
         match kind:
             case "plan":

@@ -266,6 +266,8 @@ def test_a_command_that_only_submits_the_job_is_an_error(
     with pytest.raises(pipeworker.PipeworkerError, match="the job was submitted, and its end is"):
         pipeworker.launch("job.py", on="kubernetes", stages=1)
     assert "launch --json --on=kubernetes --stages=1 job.py" in capfd.readouterr().out
+    with pytest.raises(pipeworker.PipeworkerError, match="own commands:\n-m pipeworker launch"):
+        pipeworker.launch("job.py", on="kubernetes", stages=1, quiet=True)
 
 
 def test_a_job_is_launched(
