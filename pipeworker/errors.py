@@ -114,8 +114,13 @@ class ProtocolError(PipeworkerError):
 
 def a_type(value: Any) -> str:
     """Return the name of a value's type with its article, for messages: ``an int``."""
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
+    return with_article(type(value).__name__)
+
+
+def with_article(name: str) -> str:
+    """Return a name with its article; initials count as they are spoken: ``an SGD``."""
+    vowels = "AEFHILMNORSX" if name[:2].isupper() else "aeiouAEIO"
+    return f"{'an' if name[0] in vowels else 'a'} {name}"
 
 
 def of_status(status: int) -> type[PipeworkerError]:

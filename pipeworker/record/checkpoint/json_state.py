@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import UsageError, with_article
 
 Tensors = dict[str, torch.Tensor]
 _DEPTH = 100
@@ -70,9 +70,9 @@ def pack(value: Any, tensors: Tensors, name: str, depth: int = 0) -> Any:
         return {"$size": list(value)}
     if kind is torch.dtype:
         return {"$dtype": str(value)}
+    found = with_article(f"{kind.__module__}.{kind.__qualname__}")
     raise UsageError(
-        f"{name} is a {kind.__module__}.{kind.__qualname__}: a checkpoint holds tensors, numbers, "
-        "texts, lists, tuples and dicts"
+        f"{name} is {found}: a checkpoint holds tensors, numbers, texts, lists, tuples and dicts"
     )
 
 

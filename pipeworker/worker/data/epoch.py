@@ -78,7 +78,7 @@ def validate_position(position: Mapping[str, Any]) -> Mapping[str, Any]:
         raise UsageError(INVALID_POSITION.format(why))
 
     if not isinstance(position, Mapping):
-        reject(f"it is a {type(position).__name__}")
+        reject(f"it is {a_type(position)}")
     for name in ("epoch", "read"):
         number = position.get(name)
         if type(number) is not int or not 0 <= number <= _MOST:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import UsageError, a_type
 from pipeworker.worker.stage import rng
 
 Places = list[tuple[str, Any]]
@@ -279,7 +279,7 @@ def rejecting_faults(name: str) -> Iterator[None]:
 
 def _checked_state(state: Any) -> Any:
     if not isinstance(state, dict):
-        raise TypeError(f"it is a {type(state).__name__}")
+        raise TypeError(f"it is {a_type(state)}")
     words = {**state, **state["state"]} if isinstance(state["state"], dict) else state
     for name, most in _INDICES.items():
         if not 0 <= words.get(name, 0) <= most:

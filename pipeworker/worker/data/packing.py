@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from pipeworker.errors import PipeworkerError
+from pipeworker.errors import PipeworkerError, a_type
 from pipeworker.worker.transport.layout import ALIGNMENT
 
 _MOST_INLINE = 1 << 15
@@ -53,7 +53,7 @@ class _Pickler(pickle.Pickler):
             return None
         plain = type(value) is torch.Tensor and value.layout is torch.strided
         if not plain or value.is_quantized or value.is_conj() or value.is_neg():
-            raise CannotPass(f"a {type(value).__name__} of a kind that cannot pass")
+            raise CannotPass(f"{a_type(value)} of a kind that cannot pass")
         if value.device.type != "cpu":
             raise CannotPass(f"a tensor is on {value.device}")
         storage = value.untyped_storage()

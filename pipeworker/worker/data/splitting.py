@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import UsageError, a_type
 from pipeworker.plan.partition import sizes
 from pipeworker.worker.internals import pytree
 from pipeworker.worker.transport.layout import ALIGNMENT, aligned_copy
@@ -99,7 +99,7 @@ def concatenate_outputs(outputs: Sequence[Any]) -> Any:
         first, *others = parts
         if any(type(part) is not type(first) or not _equal(part, first) for part in others):
             raise UsageError(
-                f"predict(): the model's output has a {type(first).__name__} that is not the "
+                f"predict(): the model's output has {a_type(first)} that is not the "
                 "same in each micro-batch; put it into a tensor, or leave it out"
             )
         return first

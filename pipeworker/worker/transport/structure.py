@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from pipeworker.errors import PipeworkerError, ProtocolError
+from pipeworker.errors import PipeworkerError, ProtocolError, with_article
 from pipeworker.worker.internals import pytree
 from pipeworker.worker.transport.layout import DTYPES, cannot_pass
 
@@ -107,7 +107,7 @@ def _flatten(value: Any, types: TypeRegistry, leaves: list[Any], depth_left: int
             context = (_FACTORIES.index(value.default_factory), context)
     if not depth_left or len(children) > MAX_ITEMS:
         reason = "it nests too deeply" if not depth_left else f"it has {len(children)} parts"
-        raise cannot_pass(f"a {kind.__name__}", reason)
+        raise cannot_pass(with_article(kind.__name__), reason)
     if _LEAF_TYPES.issuperset(map(type, children)):
         leaves += children
         return number, context, *[LEAF] * len(children)
@@ -121,7 +121,7 @@ def _flatten_agreed(
     number = types.numbers.get(kind)
     if number is None:
         raise cannot_pass(
-            f"a {kind.__module__}.{kind.__qualname__}",
+            with_article(f"{kind.__module__}.{kind.__qualname__}"),
             "when the job was described, not every worker knew it. Define it at the top of the job "
             "file or of a module that it imports there, and register it there unless it is a named "
             "tuple, or give its parts as a tuple",
@@ -159,9 +159,9 @@ def unflatten(structure: Structure, leaves: Iterator[Any], types: TypeRegistry) 
     try:
         return _unflatten_agreed(kind, children, context, types)
     except Exception as error:
+        name = with_article(f"{kind.__module__}.{kind.__qualname__}")
         raise PipeworkerError(
-            f"a {kind.__module__}.{kind.__qualname__} could not be made of what arrived: "
-            f"{type(error).__name__}: {error}"
+            f"{name} could not be made of what arrived: {type(error).__name__}: {error}"
         ) from error
 
 

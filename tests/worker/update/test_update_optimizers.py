@@ -299,7 +299,7 @@ def test_each_optimizer_has_its_scheduler(returned: Any, text: str) -> None:
         (lambda params: [], "a list with none of `params`"),
         (lambda params: [torch.optim.SGD(params), 3], "a list with an int; return a torch.optim"),
         (lambda params: [torch.optim.SGD(params)] * 2, "two optimizers with the same parameter"),
-        (lambda params: [torch.optim.LBFGS(params)], "a list with a LBFGS, which evaluates"),
+        (lambda params: [torch.optim.LBFGS(params)], "a list with an LBFGS, which evaluates"),
         (lambda params: [Lookahead(params)], "a list with a Lookahead, whose state_dict"),
     ],
 )

@@ -268,7 +268,7 @@ def test_a_scheduler_that_is_none() -> None:
 
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
     other = nn.Linear(1, 1)
-    with pytest.raises(UsageError, match="returned a SGD with none of `params`"):
+    with pytest.raises(UsageError, match="returned an SGD with none of `params`"):
         make([nn.Linear(1, 1)], lambda params: sgd(other.parameters()))
 
 
@@ -311,7 +311,7 @@ def test_who_raised_is_named() -> None:
 
 
 def test_lbfgs_is_refused() -> None:
-    with pytest.raises(UsageError, match="a LBFGS, which evaluates the model inside its step"):
+    with pytest.raises(UsageError, match="an LBFGS, which evaluates the model inside its step"):
         make([nn.Linear(1, 1)], torch.optim.LBFGS, None)
 
 

@@ -1,0 +1,18 @@
+"""Names of types in messages."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeworker.errors import with_article
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        *("an int", "a list", "an OrderedDict", "a Linear", "an app.Batch", "a _Empty"),
+        *("an SGD", "an LBFGS", "an RMSprop", "an AdamW", "a SparseAdam", "a GRU", "a UNet"),
+    ],
+)
+def test_a_name_has_the_article_that_is_spoken(expected: str) -> None:
+    assert with_article(expected.partition(" ")[2]) == expected
