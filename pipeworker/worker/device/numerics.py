@@ -22,6 +22,7 @@ _OF_BACKENDS = (
     "cuda.matmul.allow_bf16_reduced_precision_reduction",
     "cuda.matmul.allow_fp16_accumulation",
     *("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic", "mkldnn.enabled"),
+    *("opt_einsum.enabled", "opt_einsum.strategy"),  # the order of products depends on it
 )
 _OF_TORCH: tuple[Callable[[], object], ...] = (
     *(torch.get_default_dtype, torch.are_deterministic_algorithms_enabled),

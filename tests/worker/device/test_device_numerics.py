@@ -42,6 +42,15 @@ def test_how_halves_are_added_shows() -> None:
     assert changed == "torch.backends.cuda.matmul.allow_fp16_accumulation = True"
 
 
+def test_how_einsum_orders_its_products_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A host with opt_einsum beside torch has other bits than one without it.
+    monkeypatch.setattr(torch.backends.opt_einsum, "enabled", False)
+    before = numerics.settings()
+    monkeypatch.setattr(torch.backends.opt_einsum, "enabled", True)
+    (changed,) = set(numerics.settings()) - set(before)
+    assert changed == "torch.backends.opt_einsum.enabled = True"
+
+
 def test_how_matrices_are_multiplied_shows_whoever_set_it() -> None:
     before = torch.get_float32_matmul_precision()
     found = []
