@@ -169,7 +169,8 @@ def test_a_tag_of_the_environment_replaces_no_tag_of_ours(monkeypatch: pytest.Mo
     """In torch's threads it would count before a default; it still distinguishes graphs."""
     with monkeypatch.context() as patch:
         patch.setenv("TORCH_COMPILE_CACHE_KEY_TAG", "-mine")
-        patch.setattr(compiler_config._config["cache_key_tag"], "env_value_default", "-mine")
+        setting = compiler_config._config["cache_key_tag"]  # type: ignore[attr-defined]
+        patch.setattr(setting, "env_value_default", "-mine")
         allow_any_number_of_graphs()
         with ThreadPoolExecutor(1) as thread:
             found = thread.submit(lambda: compiler_config.cache_key_tag).result()

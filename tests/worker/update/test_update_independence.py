@@ -195,7 +195,7 @@ _FROZEN = nn.Parameter(_OTHER.detach(), requires_grad=False)
     ],
 )
 def test_a_parameter_that_decides_for_the_others_is_noted(
-    weights: list[nn.Parameter], settings: dict[str, bool], device: str, reason: str
+    weights: list[nn.Parameter], settings: dict[str, Any], device: str, reason: str
 ) -> None:
     """Torch's two implementations round differently; `meta` stands for an accelerator."""
     note = note_on_implementation(torch.optim.AdamW(weights, **settings), torch.device(device))
@@ -215,7 +215,7 @@ def test_a_sparse_gradient_decides_for_the_others_of_adagrad(foreach: bool | Non
             other.grad = torch.ones_like(other).to_sparse(1)
         note = note_on_implementation(optimizer, torch.device("cpu"))
         assert ("of which one has a sparse gradient" in note) == bool(others and foreach)
-        optimizer.step()  # type: ignore[no-untyped-call]
+        optimizer.step()
         return weight.detach()
 
     beside = updated(torch.ones(5, 3, dtype=torch.bfloat16))
