@@ -308,6 +308,7 @@ def test_frozen_layers(jobs: Jobs) -> None:
         ),
         (
             ("--evaluate-every", "2"),
+            "evaluation = data\n"
             "def scheduler(o): return torch.optim.lr_scheduler.ReduceLROnPlateau(o, 'max')",
             "ReduceLROnPlateau: its mode is 'max', and it is stepped with the evaluation loss",
         ),
