@@ -84,6 +84,10 @@ _ADVICE = {
         "hook on the backward changes in no forward; for a buffer that only some forwards change, "
         "use --recompute always"
     ),
+    "Trying to backward through the graph a second time": (
+        "\n  a graph that has run backward: call backward() neither in loss(output, target) nor in "
+        "a layer, because a step does so, and detach what a layer keeps for its next forward"
+    ),
     "Expected all tensors to be on the same device": (
         "\n  a tensor on another device: make it on the device of the layer's input "
         "(device=x.device), or register it as a parameter or a buffer of the layer; a layer cannot "
@@ -95,7 +99,8 @@ _ADVICE = {
     ),
 }
 """Advice by a part of torch's error: for an operation under ``use_deterministic_algorithms``, for
-hooks inside ``torch.func``, for tensors that graphs have saved, for devices and batch norm."""
+hooks inside ``torch.func``, for tensors that graphs have saved, for graphs that are gone, for
+devices and batch norm."""
 
 
 class UserCodeError(Exception):

@@ -242,6 +242,16 @@ def test_a_change_in_place_of_what_a_graph_has_saved_is_explained() -> None:
     assert "several micro-batches run forward before the first one runs back" in failure.message
 
 
+def test_a_loss_that_runs_backward_itself_is_explained() -> None:
+    """The backward of the last layer raises then, so its error names that layer."""
+    output = torch.ones(2, requires_grad=True).square().sum()
+    output.backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError) as seen:
+        output.backward()  # type: ignore[no-untyped-call]
+    failure = failure_of(raised_by(seen.value, layer(5, "Linear")), 0, FORWARD)
+    assert "\n  a graph that has run backward: call backward() neither in loss(" in failure.message
+
+
 def test_a_layer_that_cannot_be_offloaded_is_advised_another_mode() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         derived: torch.Tensor = torch.func.grad(lambda v: v.square().sum())(x)
