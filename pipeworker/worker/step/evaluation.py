@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from numbers import Real
+from operator import mul
 from typing import Any
 
 import torch
@@ -126,9 +127,17 @@ def _entry(value: Any, count: Any, samples: int) -> _Entry:
 
 
 def _mean(entries: Sequence[_Entry]) -> float:
-    weight = total([float(weight) for *_, weight in entries])
-    terms = [float(value) * float(factor) for value, factor, _ in entries]
-    return total(terms) / weight if weight else math.nan
+    values, factors, weights = map(_floats, zip(*entries, strict=True))
+    weight = total(weights)
+    return total(map(mul, values, factors)) / weight if weight else math.nan
+
+
+def _floats(values: Sequence[Any]) -> list[float]:
+    """Return numbers as floats; of equal kinds of tensors by one wait for their device."""
+    kinds = {(one.dtype, one.device) if isinstance(one, torch.Tensor) else None for one in values}
+    if len(kinds) == 1 and None not in kinds:
+        values = torch.stack([one.reshape(()) for one in values]).tolist()
+    return [float(one) for one in values]
 
 
 def checked_figures(values: Any) -> dict[str, tuple[Any, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeworker.errors import UsageError
 from pipeworker.worker.step.evaluation import Averages, eval_mode
@@ -51,6 +52,29 @@ def test_figures_are_those_of_the_time_at_which_they_were_returned() -> None:
         value += 2
     averages.add(None, None, 1)
     assert averages.result(3).row() == {"loss": 14 / 6, "it": 2.0, "pair": 4 / 6}
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the reads of a tensor's number, each of which waits for its device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_figures_are_not_read_one_by_one() -> None:
+    averages = Averages(_target_as_loss, lambda output, target: {"it": target[0], "two": 2})
+    for value in (0.1, 0.2, 0.7):
+        averages.add(None, (torch.tensor([value], dtype=torch.bfloat16), torch.tensor(2)), 5)
+    with _Reads() as reads:
+        found = averages.result(3).row()
+    assert reads.count == 0
+    expected = [float(torch.tensor(value, dtype=torch.bfloat16)) for value in (0.1, 0.2, 0.7)]
+    assert found == {"loss": sum(expected) / 6, "it": sum(5 * x for x in expected) / 15, "two": 2.0}
 
 
 def test_sets_have_averages_of_their_own() -> None:
