@@ -30,13 +30,14 @@ from launcher.supervisor.supervisor import Supervisor
 from pipeworker.display.style import Style
 from pipeworker.display.thread import start_display
 from pipeworker.environment import timings, versions
-from pipeworker.errors import PipeworkerError, UsageError
+from pipeworker.errors import PipeworkerError, RecordError, UsageError
 from pipeworker.host.hook_process import HookProcess
 from pipeworker.host.lifetime import kill_group
 from pipeworker.host.line_process import LineProcess, start_agent, start_coordinator
 from pipeworker.host.signals import SignalSocket, deferred_interrupt
 from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.record.files.atomic_file import open_file
+from pipeworker.record.files.located import located
 from pipeworker.record.run_record import summary_problem
 from pipeworker.record.rundir import file_digest
 from pipeworker.runs.begin import PreparedRun
@@ -61,7 +62,15 @@ class AgentProcess:
     """
 
     def __init__(self, remote: RemoteAgent, log: Path) -> None:
-        self._errors: IO[bytes] | None = open_file(log, "a+b") if remote.command else None
+        """Start the process.
+
+        Raises:
+            PipeworkerError: it cannot be started, or the log cannot be written.
+        """
+        try:
+            self._errors: IO[bytes] | None = open_file(log, "a+b") if remote.command else None
+        except OSError as error:
+            raise RecordError(located(log), error) from None
         self._logged = self._errors.tell() if self._errors else 0
         self.process: LineProcess[lines.ToAgent, lines.FromAgent] = start_agent(
             remote.command, self._errors
@@ -109,11 +118,7 @@ class Launch:
         self._screen = start_display(options, prepared.run_dir, view, starting=True)
 
     def run(self) -> lines.Verdict:
-        """Run the job to its end; return how it ended, for :meth:`finish`.
-
-        Raises:
-            OSError: the log of a host cannot be opened.
-        """
+        """Run the job to its end; return how it ended, for :meth:`finish`."""
         started = time.monotonic()
         caught = {*_INTERRUPTS, _NOTICE}
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
@@ -125,7 +130,7 @@ class Launch:
                     self._perform([effects.Show(lines.Warned(text)) for text in self._warnings])
                     self._listen(signals, lambda: _read_signals(signals))
                     self._loop()
-                except PipeworkerError as error:  # a process cannot be started
+                except PipeworkerError as error:  # a process or its log
                     self._supervisor.fail(str(error))
                 finally:
                     self._end()

@@ -8,6 +8,7 @@ import pytest
 
 from launcher.local import AgentProcess
 from launcher.spec import Host, RemoteAgent
+from pipeworker.errors import RecordError
 from support.real_jobs.jobs import until
 
 
@@ -30,3 +31,9 @@ def test_what_is_printed_before_an_agent_runs_is_no_reason_for_its_end(
         agent.introduced()
     agent.process.close_input()
     assert agent.finish(60.0) == found
+
+
+def test_a_log_that_cannot_be_written_is_an_error_of_the_run(tmp_path: Path) -> None:
+    log = tmp_path / "none" / "b.log"
+    with pytest.raises(RecordError, match=r"b\.log: cannot be written: No such file or directory"):
+        AgentProcess(RemoteAgent(Host("b", 1), ("true",)), log)
