@@ -61,6 +61,7 @@ class Supervisor:
         self._restarts = RestartPolicy(options.max_restarts)  # of the coordinator
         self._causes: list[str] = []  # of all restarts
         self._failure = _KILLED
+        self._loop_error: str | None = None
         self._steps = options.resume_step
         self._snapshot: lines.Snapshot | None = None
         self._interrupts = 0
@@ -141,7 +142,7 @@ class Supervisor:
 
     def fail(self, error: str) -> None:
         """End the job for an error of the loop."""
-        self._failure, self._ended = error, True
+        self._failure, self._loop_error, self._ended = error, error, True
 
     def shutdown(self) -> list[Effect]:
         """Return what precedes the end of all processes.
@@ -169,7 +170,7 @@ class Supervisor:
             seconds=seconds,
             peak_memory=(0,) * self._forks.placement.ranks,
             bubble=0.0,
-            error=None if interrupted else self._failure,
+            error=self._loop_error if interrupted else self._failure,
             causes=tuple(self._causes),
         )
 

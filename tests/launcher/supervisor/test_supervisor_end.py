@@ -79,6 +79,15 @@ def test_an_interrupt_before_the_job_has_begun_ends_it_at_once() -> None:
     assert job.supervisor.own_verdict(1.0).status == "interrupted"
 
 
+def test_an_interrupted_job_that_cannot_go_on_shows_why() -> None:
+    job = Scripted().running()
+    job.handle(Interrupt())
+    job.supervisor.fail("cannot start the coordinator: Too many open files")
+    verdict = job.supervisor.own_verdict(1.0)
+    assert (verdict.status, verdict.exit_status) == ("interrupted", 130)
+    assert verdict.error == "cannot start the coordinator: Too many open files"
+
+
 def test_an_interrupt_of_several_hosts_and_of_the_user_is_one() -> None:
     job = Scripted(agents=remote(1, 1)).running()
     assert shown(job.agent(1, Interrupt()))[0].startswith("host b was asked to end: stopping")
