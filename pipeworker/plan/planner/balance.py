@@ -225,11 +225,13 @@ def lacking(divisions: Divisions, found: Judged) -> UsageError:
     )
     held = divisions.placement.held[-worker]
     modes = ", ".join(dict.fromkeys(found.modes[stage] for stage in held))
-    shown = ",".join(map(str, found.balance))
+    shown, base = ",".join(map(str, found.balance)), divisions.facts.base_bytes
+    advice = "use more --stages, more --microbatches, so that each has fewer samples, or"
+    if base >= limits[-worker]:
+        advice = f"a worker needs {bytes_text(base)} without layers; use"
     return UsageError(
         f"--stages {divisions.placement.workers}: does not fit into the memory; with balance "
         f"{shown} and recompute {modes}, {held_text(held)} would need "
         f"{bytes_text(peaks[-worker])}, {bytes_text(over)} more than "
-        f"{bytes_text(limits[-worker])}: use more --stages, more --microbatches, so that each has "
-        "fewer samples, or a larger --memory"
+        f"{bytes_text(limits[-worker])}: {advice} a larger --memory"
     )

@@ -182,6 +182,14 @@ def test_an_error_names_the_stage_what_it_lacks_and_what_to_do() -> None:
     assert text.endswith("or a larger --memory")
 
 
+def test_an_error_advises_on_no_stages_if_a_worker_without_layers_does_not_fit() -> None:
+    facts = replace(network([layer(parameter_bytes=10)] * 4, 10**6, 2), base_bytes=2 * 10**6)
+    with pytest.raises(UsageError) as error:
+        plan_order(facts, resolve("gpipe"), Placement.identity(2), 8)
+    needs = "more than 1.0 MB: a worker needs 2.0 MB without layers; use a larger --memory"
+    assert str(error.value).endswith(needs)
+
+
 def test_an_error_names_the_balance_whose_fullest_worker_lacks_the_least() -> None:
     # Both balances lack as much in total, and 1,2 takes less time.
     layers = [layer(seconds, parameter_bytes=n) for seconds, n in ((5, 11), (1, 2), (1, 12))]
