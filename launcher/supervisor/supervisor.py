@@ -52,6 +52,7 @@ class Supervisor:
         self._timings = timings
         self._patience = timings.patience(options.worker_timeout)
         self._network_patience = timings.network_patience(options.worker_timeout)
+        self._has_forked = False
         self._trains = False  # whether all workers of the generation have joined
         self._agents = [AgentState.of(agent, self._patience, now=0.0) for agent in agents]
         self._forks = Forks(options, token, cores)
@@ -157,8 +158,9 @@ class Supervisor:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a coordinator was started."""
-        return self._began is not None
+        """Whether a coordinator was started, and an agent that could fork a worker of it."""
+        lost = all(agent.is_lost for agent in self._agents)
+        return self._began is not None and (self._has_forked or not lost)
 
     def own_verdict(self, seconds: float) -> lines.Verdict:
         """Return how the job ended, if the coordinator was lost or the user did not wait for it."""
@@ -278,6 +280,7 @@ class Supervisor:
                 self._handle_hello(number, line, now)
             case lines.Forked():
                 agent.forked(line)
+                self._has_forked = True
             case lines.WorkerExited():
                 agent.exited(line)
                 self._send(line)

@@ -140,3 +140,15 @@ def test_an_agent_that_imports_torch_is_killed_at_the_end() -> None:
     job.agent(0, events.CheckedHello(), KeepAlive(0))
     job.agent(0, KeepAlive(0))
     assert job.supervisor.shutdown() == [effects.KillAgent(1)]
+
+
+def test_a_job_whose_agent_never_forks_has_not_begun() -> None:
+    """As where torch cannot be imported: its run directory is not kept."""
+    job = Scripted()
+    job.bound()
+    assert job.supervisor.has_begun
+    job.lose(0, 1)
+    assert not job.supervisor.has_begun
+    job = Scripted().running()
+    job.lose(0)
+    assert job.supervisor.has_begun
