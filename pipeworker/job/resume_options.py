@@ -39,10 +39,10 @@ def parse_allowed(names: Collection[str]) -> set[str]:
 def merge(recorded: Options, given: Mapping[str, Any], allowed: Collection[str]) -> dict[str, Any]:
     """Return the fields of the recorded options, with those given now in their place.
 
-    A recorded balance, and sizes of memory by worker, are dropped if the stages or their schedule
-    change, recorded virtual stages if the schedule does, and a recorded schedule of the job's own
-    if the stages change. Arguments cannot be given as none, so allowing them to differ and giving
-    none removes the recorded ones.
+    A recorded balance is dropped if the stages or their schedule change, recorded virtual stages if
+    the schedule does, and sizes of memory by worker, and a recorded schedule of the job's own, if
+    the stages change. Arguments cannot be given as none, so allowing them to differ and giving none
+    removes the recorded ones.
     """
     found = override(dataclasses.asdict(recorded), given)
     found["own_loop"] = given.get("own_loop", False)  # what resumes now, not what began
@@ -55,8 +55,8 @@ def merge(recorded: Options, given: Mapping[str, Any], allowed: Collection[str])
     if any(found[name] != getattr(recorded, name) for name in _PLACING):
         if "balance" not in given and recorded.balance != EVEN:
             found["balance"] = None
-        if "memory" not in given and len(recorded.memory or ()) > 1:
-            found["memory"] = None
+    if found["stages"] != recorded.stages and len(recorded.memory or ()) > 1:
+        found["memory"] = given.get("memory")
     if "arguments" in allowed and "arguments" not in given:
         found["arguments"] = ()
     return found

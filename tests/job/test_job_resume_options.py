@@ -71,6 +71,7 @@ def test_an_even_balance_and_one_size_of_memory_stay_with_another_number_of_stag
     assert (found["balance"], found["memory"]) == ("even", (9,))
     before = dataclasses.replace(BEFORE, memory=(6, 7, 8, 9))
     assert resume_options.merge(before, {"steps": 2}, ())["memory"] == (6, 7, 8, 9)
+    assert resume_options.merge(before, {"schedule": "1f1b"}, ())["memory"] == (6, 7, 8, 9)
     assert resume_options.merge(before, {"stages": 2}, ())["memory"] is None
     assert resume_options.merge(before, {"stages": 2, "memory": (8, 9)}, ())["memory"] == (8, 9)
 
