@@ -348,14 +348,16 @@ def export(
       weights/, weights     a folder in Hugging Face's layout: model.safetensors,
                             or several files of at most SIZE with an index
     """
+    from pipeworker.plan.figures import plural
     from pipeworker.record.weights.export import export_weights
 
     done = export_weights(
         source, out, dtype, shard_size, best=best, pattern=like, adapters=adapters
     )
-    files = f" in {done.files} file{'s' * (done.files > 1)}, Hugging Face's layout"
+    files = f" in {plural(done.files, 'file')}, Hugging Face's layout"
     made = f"{out.rstrip('/')}/: a folder of" if done.folder else f"{out}:"
-    click.echo(f"{made} {done.tensors} tensors{files * done.folder}, after step {done.step}")
+    tensors = plural(done.tensors, "tensor")
+    click.echo(f"{made} {tensors}{files * done.folder}, after step {done.step}")
     if done.leaves_adapters:
         click.echo(
             "note: the run has adapters; --adapters writes them as a folder of peft", err=True

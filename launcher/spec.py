@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from pipeworker.errors import UsageError
 from pipeworker.job.renamed import hyphened
+from pipeworker.plan.figures import plural
 
 S = TypeVar("S")
 
@@ -86,7 +87,8 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= self.workers:
-            raise UsageError(f"--nodes {self.nodes}: must be 1 to the {self.workers} workers")
+            workers = plural(self.workers, "worker")
+            raise UsageError(f"--nodes {self.nodes}: must be 1 to the {workers}")
 
     @property
     def stages(self) -> int:
@@ -134,8 +136,8 @@ def assign_ranks(places: Sequence[int], ranks: int) -> list[int]:
     found = [host for host, count in enumerate(places) for _ in range(count)]
     if len(found) < ranks:
         raise UsageError(
-            f"--hosts: the job has {ranks} workers, and the hosts have places for {len(found)}; "
-            "add hosts, or use fewer --stages"
+            f"--hosts: the job has {plural(ranks, 'worker')}, and the hosts have places for "
+            f"{len(found)}; add hosts, or use fewer --stages"
         )
     return found[:ranks]
 

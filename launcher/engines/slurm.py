@@ -20,6 +20,7 @@ import click
 from launcher.engines.engine import Carrier, Cluster, agent_command, run_client
 from launcher.spec import Host, JobSpec, RemoteAgent
 from pipeworker.errors import PipeworkerError, UsageError
+from pipeworker.plan.figures import plural
 from pipeworker.plan.partition import sizes
 from pipeworker.record.rundir import Request
 
@@ -325,8 +326,8 @@ def agents(spec: JobSpec, nodes: Sequence[tuple[str, int]]) -> tuple[RemoteAgent
     """Return the agents of nodes with so many cores; workers are spread evenly."""
     if len(nodes) > spec.workers:
         raise UsageError(
-            f"--stages: the allocation has {len(nodes)} nodes, and the job {spec.workers} workers; "
-            "use at least one worker a node"
+            f"--stages: the allocation has {len(nodes)} nodes, and the job "
+            f"{plural(spec.workers, 'worker')}; use at least one worker a node"
         )
     found = []
     for (node, cores), workers in zip(nodes, sizes(spec.workers, len(nodes)), strict=True):

@@ -23,6 +23,7 @@ from pipeworker.plan import frozen, partition, skips, ties
 from pipeworker.plan.actions import Edge, format_actions
 from pipeworker.plan.check import LiveMicroBatches, check
 from pipeworker.plan.connect import forward_only, lags
+from pipeworker.plan.figures import plural
 from pipeworker.plan.orders import Order, resolve
 from pipeworker.plan.partition import block
 from pipeworker.plan.placement import Placement
@@ -163,7 +164,7 @@ class Blueprint:
         if not layers or names == layers:
             return
         if len(layers) != len(names):
-            difference = f"{len(names)} layers, and the checkpoint has {len(layers)}"
+            difference = f"{plural(len(names), 'layer')}, and the checkpoint has {len(layers)}"
         else:
             units = zip(LayerNames(tuple(layers)).units, self.names.units, strict=True)
             changed = zip(layers, names, units, strict=True)

@@ -203,7 +203,8 @@ def shared_accelerators(workers: Iterable[tuple[Hello, Ready]], names: Callable[
     ]
     if not shared:
         return ""
-    more = f"; and {len(shared) - _MAX_NAMED} more are shared" if len(shared) > _MAX_NAMED else ""
+    left = len(shared) - _MAX_NAMED
+    more = f"; and {left} more {'is' if left == 1 else 'are'} shared" if left > 0 else ""
     return f"fewer accelerators than workers: {'; '.join(shared[:_MAX_NAMED])}{more}"
 
 

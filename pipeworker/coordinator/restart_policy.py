@@ -58,7 +58,10 @@ class RestartPolicy:
         if repeated:
             return "it failed again at the same place"
         if len(self._times) >= self.limit:
-            return f"all {self.limit} restarts within an hour are used (--max-restarts)"
+            all_used = f"all {self.limit} restarts within an hour are used"
+            if self.limit == 1:
+                all_used = "the one restart within an hour is used"
+            return f"{all_used} (--max-restarts)"
         return ""
 
     def record(self, cause: str, now: float, *, counts: bool = True) -> None:

@@ -132,7 +132,7 @@ class LineDisplay:
         predicted = f"{seconds_text(plan.step_seconds)} a step" if plan.step_seconds else ""
         if planned := "; ".join(filter(None, (predicted, *plan.why))):
             self.print(f"plan: {planned}")
-        steps = f"{self._total} steps" if self._total else ""
+        steps = plural(self._total, "step") if self._total else ""
         if passes := options.passes:
             over = "one pass over the data" if passes == 1 else f"{passes} epochs"
             steps = f"{over} ({steps})" if steps else f"{over}, until data() ends"

@@ -19,6 +19,7 @@ from pipeworker.facts.criterion import Criterion
 from pipeworker.job.interval import Interval
 from pipeworker.job.renamed import written
 from pipeworker.plan import text
+from pipeworker.plan.figures import plural
 from pipeworker.plan.orders import AUTO, DEFAULT_SCHEDULE, Order, resolve
 from pipeworker.plan.partition import EVEN, block, check_entries
 from pipeworker.plan.placement import Placement
@@ -222,8 +223,8 @@ class Options:
             check_entries(self.balance, stages)
         if self.memory is not None and len(self.memory) not in (1, self.stages):
             raise UsageError(
-                f"--memory has {len(self.memory)} sizes, and a replica has {self.stages} workers; "
-                "write one size for all of them, or one for each"
+                f"--memory has {len(self.memory)} sizes, and a replica has "
+                f"{plural(self.stages, 'worker')}; write one size for all of them, or one for each"
             )
 
     def _check_written(self) -> None:
@@ -236,8 +237,9 @@ class Options:
         if part != most and not self.evaluate_only:
             of_replica = " in a replica" if self.replicas > 1 else ""
             raise UsageError(
-                f"{option}: is for {most} micro-batches, and the job has {part}{of_replica}; use "
-                f"--microbatches {(most or 0) * self.replicas}, or another schedule"
+                f"{option}: is for {plural(most or 0, 'micro-batch')}, and the job has {part}"
+                f"{of_replica}; use --microbatches {(most or 0) * self.replicas}, or another "
+                "schedule"
             )
         if self.recompute not in ("auto", OFFLOAD):
             raise UsageError(

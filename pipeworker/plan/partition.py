@@ -13,6 +13,7 @@ from typing import Literal
 
 from pipeworker.errors import UsageError
 from pipeworker.facts.connections import SharedBuffer
+from pipeworker.plan.figures import plural
 
 EVEN: Literal["even"] = "even"
 """The value of ``--balance`` for stages that differ by at most one layer."""
@@ -121,8 +122,8 @@ def check_entries(balance: tuple[int, ...], stages: int) -> None:
         raise UsageError(_not_a_balance(repr(shown)))
     if len(balance) != stages:
         raise UsageError(
-            f"--balance {shown}: is for {len(balance)} stage{'s' * (len(balance) > 1)}, but there "
-            f"are {stages}; write one number for each stage"
+            f"--balance {shown}: is for {plural(len(balance), 'stage')}, but there "
+            f"{'is' if stages == 1 else 'are'} {stages}; write one number for each stage"
         )
 
 

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pipeworker.errors import ScheduleError
 from pipeworker.plan.actions import COMPUTE, Action, Kind, parse_actions
 from pipeworker.plan.connect import connect
+from pipeworker.plan.figures import plural
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.schedule import Pairs, Schedule
 
@@ -79,14 +80,15 @@ def parse(text: str) -> Schedule:
     expected = stages if held is None else 1 + held.count("/")
     if len(workers) != expected:
         raise ScheduleError(
-            f"line {number}: the head has {expected} workers, but {len(workers)} lines follow; "
-            "write one for each worker"
+            f"line {number}: the head has {plural(expected, 'worker')}, but "
+            f"{plural(len(workers), 'line')} follow{'s' * (len(workers) == 1)}; write one for each "
+            "worker"
         )
     placement = _placement(held, stages, head_number).copies(replicas)
     if microbatches > (count := sum(map(len, workers))):
         raise ScheduleError(
-            f"line {head_number}: the head has {microbatches} micro-batches, but all workers have "
-            f"{count} actions together; write those of every micro-batch"
+            f"line {head_number}: the head has {plural(microbatches, 'micro-batch')}, but all "
+            f"workers have {plural(count, 'action')} together; write those of every micro-batch"
         )
     return Schedule(
         match["name"],

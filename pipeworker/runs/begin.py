@@ -23,6 +23,7 @@ from pipeworker.job import resume_options
 from pipeworker.job.option_parsing import make_options, workers_per_replica
 from pipeworker.job.options import LOGGERS, Options, override
 from pipeworker.job.renamed import written
+from pipeworker.plan.figures import plural
 from pipeworker.record import run_record, rundir
 from pipeworker.record.checkpoint.folder import held
 from pipeworker.record.checkpoint.manifest import ANOTHER
@@ -306,8 +307,9 @@ class RunRequest:
             since = Criterion.parse(options.best).since_best(rows.read(run_dir.evaluation))
             if options.patience is not None and since >= options.patience:
                 warnings.append(
-                    f"{run}: --patience {options.patience} is used up, by {since} evaluations "
-                    "without a better one; give a larger one to train further"
+                    f"{run}: --patience {options.patience} is used up, by "
+                    f"{plural(since, 'evaluation')} without a better one; give a larger one to "
+                    "train further"
                 )
             if copy := record.add_resume(_recorded(options), _process(options), point.step):
                 before[run_dir.path / copy] = None

@@ -71,7 +71,9 @@ def test_each_shared_accelerator_is_named_once() -> None:
         "stage 1, stage 3 share cuda:1 on a"
     )
     many = [("a", f"cuda:{n}", str(n)) for n in range(9)]
-    assert warning_for(*many, *many).endswith("; and 1 more are shared")
+    more = [("a", "cuda:9", "9")]
+    assert warning_for(*many, *many).endswith("; and 1 more is shared")
+    assert warning_for(*many, *many, *more, *more).endswith("; and 2 more are shared")
 
 
 def test_a_rank_without_known_stages_is_named_by_its_number() -> None:

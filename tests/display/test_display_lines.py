@@ -113,6 +113,7 @@ def test_the_banner_shows_defaults() -> None:
         "2 stages (2,1 layers), 8 micro-batches, gpipe; run directory /nowhere",
         "seed 0, 60 steps, 1 thread per worker, cpu, fp32",
     ]
+    assert Shown(1).at(0.0, replace(PLANNED, steps=1))[1].startswith("seed 0, 1 step, ")
     few = replace(PLANNED, microbatches=5, device="cuda")
     fewer, defaults = Shown().at(0.0, few)
     assert "5 micro-batches (not 8: a mini-batch has no more samples), gpipe" in fewer

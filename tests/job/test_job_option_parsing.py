@@ -102,6 +102,8 @@ def test_sizes_of_memory_are_for_all_workers_or_for_each(given: str) -> None:
     assert make_options("/job.py", 3, {"memory": given}).memory
     with pytest.raises(UsageError, match="has 2 sizes, and a replica has 3 workers"):
         make_options("/job.py", 3, {"memory": f"{given},{given}"})
+    with pytest.raises(UsageError, match="has 2 sizes, and a replica has 1 worker;"):
+        make_options("/job.py", 1, {"memory": f"{given},{given}"})
 
 
 @pytest.mark.parametrize("given", ["", "GB", "0", "-1GB", "1PB", "1e3GB", "16GB,", "9" * 30, "nan"])

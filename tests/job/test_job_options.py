@@ -215,6 +215,7 @@ def test_intervals_are_read_from_text(text: str, every: Interval) -> None:
 
 
 OWN = "mine stages=2 microbatches=2\n0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0 1F1 1B1\n"
+ONE = "one stages=1 microbatches=1\n0: 0F0 0B0\n"
 
 
 @pytest.mark.parametrize(
@@ -231,6 +232,14 @@ OWN = "mine stages=2 microbatches=2\n0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0 1F1 1B1\n"
         (
             {"microbatches": 2, "replicas": 2},
             "is for 2 micro-batches, and the job has 1 in a replica; use --microbatches 4",
+        ),
+        (
+            {"schedule": ONE, "stages": 2},
+            "--schedule one: has lines for 1 worker, and the job has 2; use --stages 1",
+        ),
+        (
+            {"schedule": ONE, "stages": 1},
+            "--schedule one: is for 1 micro-batch, and the job has 2; use --microbatches 1",
         ),
         ({"recompute": "never"}, "--schedule mine and --recompute never: the schedule has an R"),
     ],

@@ -28,3 +28,5 @@ def test_the_fullest_node_counts() -> None:
     assert (spec.stages, spec.workers_per_node, spec.cores_per_node) == (3, 2, 6)
     with pytest.raises(UsageError, match="--nodes 7: must be 1 to the 6 workers"):
         JobSpec("job", "/job.py", workers=6, nodes=7)
+    with pytest.raises(UsageError, match=r"--nodes 2: must be 1 to the 1 worker\b"):
+        JobSpec("job", "/job.py", workers=1, nodes=2)

@@ -101,6 +101,13 @@ def test_every_stage_has_a_layer(balance: tuple[int, ...]) -> None:
         assert str(caught.value).startswith(f"--balance {shown!r}: not a list of layer counts")
 
 
+def test_a_balance_has_an_entry_for_each_stage() -> None:
+    with pytest.raises(UsageError, match="--balance 1,1: is for 2 stages, but there is 1; write"):
+        check_entries((1, 1), 1)
+    with pytest.raises(UsageError, match="--balance 2: is for 1 stage, but there are 3; write"):
+        check_entries((2,), 3)
+
+
 def test_a_balance_must_fit_the_job() -> None:
     assert check_balance((3, 2), ["Linear"] * 5, 2) == (3, 2)
     with pytest.raises(UsageError, match="3,2: is for 2 stages, but there are 3"):

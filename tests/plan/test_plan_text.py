@@ -41,8 +41,8 @@ def test_comments_and_blank_lines_are_ignored() -> None:
         ("1B0 1F1", "1B0 F1", "line 5, column 12: 'F1' is not an action"),
         ("mine stages=2", "mine stages=two", "line 2: 'mine stages=two"),
         ("1: 1F0", "2: 1F0", "line 5: expected the line of worker 1"),
-        ("1: 1F0 1B0 1F1 1B1 1F2 1B2", "", "line 4: the head has 2 workers, but 1 lines"),
-        ("microbatches=3", "microbatches=3 placement=0,1", "line 5: the head has 1 workers, but 2"),
+        ("1: 1F0 1B0 1F1 1B1 1F2 1B2", "", "line 4: the head has 2 workers, but 1 line follows"),
+        ("microbatches=3", "microbatches=3 placement=0,1", "line 5: the head has 1 worker, but 2"),
         ("microbatches=3", "microbatches=3 placement=0/2", "line 2: placement 0/2 does not hold"),
         # What would take gigabytes.
         ("microbatches=3", "microbatches=999999999", "line 2: the head has 999999999 micro-batch"),

@@ -278,7 +278,7 @@ def test_the_summary_has_the_losses_before_a_coordinator_that_is_not_replaced(
     until(lambda: "all ranks joined" in (path / "logs/coordinator.log").read_text()[-4000:])
     _kill_coordinator(jobs, first)
     run = ended(process, path, 1)
-    assert "warning: the job is not restarted: all 1 restarts within an hour are used" in run.stderr
+    assert "warning: the job is not restarted: the one restart within an hour is used" in run.stderr
     summary = run.summary
     assert (summary["status"], summary["error"]) == ("failed", "the coordinator was killed")
     assert (summary["restarts"], summary["causes"]) == (1, ["the coordinator was killed"])

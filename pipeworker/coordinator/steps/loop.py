@@ -19,6 +19,7 @@ from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
 from pipeworker.facts.step import Batch, Evaluation, StepResult
 from pipeworker.job.options import EPOCH, Options
+from pipeworker.plan.figures import plural
 from pipeworker.plan.placement import Placement
 from pipeworker.wire.lines import Warned
 from pipeworker.wire.messages.directions import Finish
@@ -228,7 +229,8 @@ class FileLoop(BaseLoop):
         name = found.criterion.name
         lacked = f"a better {name} than that of step {found.best}"
         lacked = f"a finite {name}" if found.best is None else lacked
-        return f"{found.since} evaluations without {lacked} (--patience {options.patience})"
+        count = plural(found.since, "evaluation")
+        return f"{count} without {lacked} (--patience {options.patience})"
 
     def step_done(self, done: Sequence[StepDone], now: float) -> Due:
         """Return what is due after a mini-batch that every worker has run; `done` is by rank."""

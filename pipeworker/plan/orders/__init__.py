@@ -34,6 +34,7 @@ from pipeworker.errors import ScheduleError, UsageError
 from pipeworker.plan import text
 from pipeworker.plan.actions import Action
 from pipeworker.plan.connect import connected
+from pipeworker.plan.figures import plural
 from pipeworker.plan.frozen import without_backwards
 from pipeworker.plan.orders.building_block import v_half, v_min
 from pipeworker.plan.orders.dualpipev import dualpipev
@@ -202,8 +203,8 @@ def _written(schedule: str) -> Order:
     def compute(_: Placement, microbatches: int) -> list[list[Action]]:
         if microbatches > most:
             raise ScheduleError(
-                f"--schedule {order.name}: is for {most} micro-batches, not {microbatches}; use "
-                f"--microbatches {most}"
+                f"--schedule {order.name}: is for {plural(most, 'micro-batch')}, not "
+                f"{microbatches}; use --microbatches {most}"
             )
         if microbatches == most:  # also those that are not of the step, which the checker names
             return [list(actions) for actions in order.workers]
@@ -212,8 +213,8 @@ def _written(schedule: str) -> Order:
     def arrange(count: int, _: int) -> Placement:
         if count != workers:
             raise UsageError(
-                f"--schedule {order.name}: has lines for {workers} workers, and the job has {count}"
-                f"; use --stages {workers}, or another schedule"
+                f"--schedule {order.name}: has lines for {plural(workers, 'worker')}, and the job "
+                f"has {count}; use --stages {workers}, or another schedule"
             )
         return order.placement
 

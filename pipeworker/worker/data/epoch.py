@@ -37,6 +37,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from pipeworker.errors import UsageError, a_type
 from pipeworker.job.signatures import with_start
+from pipeworker.plan.figures import plural
 from pipeworker.worker.blame import user_code
 from pipeworker.worker.data.generators import (
     INVALID_POSITION,
@@ -311,8 +312,9 @@ class Epoch:
         for number in range(count):
             if self.next_batch() is END:
                 raise UsageError(
-                    f"{self._name}(): gave {self.count} mini-batches in epoch {self.number}, fewer "
-                    "than were read before the checkpoint; resume with the same data"
+                    f"{self._name}(): gave {plural(self.count, 'mini-batch')} in epoch "
+                    f"{self.number}, fewer than were read before the checkpoint; resume with the "
+                    "same data"
                 )
             progress.show(number + 1)
 

@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from pipeworker.errors import UsageError
 from pipeworker.facts.position import Phase
 from pipeworker.host.position import Tracker
+from pipeworker.plan.figures import plural
 from pipeworker.plan.ties import LOSS
 from pipeworker.worker import blame
 from pipeworker.worker.internals import engine, version_of
@@ -256,8 +257,8 @@ class Stage:
         roots = [t for t in distinct_tensors(output) if t.requires_grad]
         if len(roots) != len(gradients):
             raise UsageError(
-                f"stage {self.index}: {len(gradients)} tensors of its output required grad when "
-                f"they were sent, {len(roots)} when they were recomputed; have a layer's output "
+                f"stage {self.index}: {plural(len(gradients), 'tensor')} of its output required "
+                f"grad in the forward, {len(roots)} in the recompute; have a layer's output "
                 "require grad in every forward or in none"
             )
         used = [gradient is not None for gradient in gradients]

@@ -32,6 +32,12 @@ def test_the_limit_applies_within_an_hour() -> None:
     assert policy.causes == ["gone at 0", "gone at 10"]
 
 
+def test_a_limit_of_one_restart_is_named_in_the_singular() -> None:
+    policy = RestartPolicy(1)
+    used = "the one restart within an hour is used (--max-restarts)"
+    assert [refusal(policy, GONE, now) for now in (0.0, 10.0)] == ["", used]
+
+
 def test_a_loss_no_longer_counts_after_an_hour() -> None:
     policy = RestartPolicy(2)
     assert [refusal(policy, GONE, now) for now in (0.0, 10.0)] == ["", ""]

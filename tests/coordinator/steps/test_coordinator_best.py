@@ -211,6 +211,7 @@ def test_a_run_that_is_resumed_counts_its_earlier_evaluations() -> None:
     ended = ScriptedJob(1, evaluate_every=1, steps=99, patience=1, start=start)
     ended.start()
     assert (ended.ended.status, ended.ended.steps) == ("done", 7)
+    assert ended.ended.stopped_early.startswith("1 evaluation without a better loss than that of s")
 
 
 def test_recorded_passes_count_as_those_that_are_added() -> None:

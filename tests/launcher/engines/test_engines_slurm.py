@@ -146,7 +146,7 @@ def test_nodes_share_the_workers_and_srun_carries_their_agents() -> None:
     (agent,) = slurm.agents(replace(SPEC, launcher_address="10.0.0.1"), (("n1", 8),))
     at = agent.command.index("env")
     assert agent.command[at + 1] == "SLURM_LAUNCH_NODE_IPADDR=10.0.0.1"
-    with pytest.raises(UsageError, match="the allocation has 2 nodes, and the job 1 workers"):
+    with pytest.raises(UsageError, match="the allocation has 2 nodes, and the job 1 worker;"):
         slurm.agents(replace(SPEC, workers=1, nodes=1), (("a", 1), ("b", 1)))
 
 
