@@ -43,6 +43,8 @@ class NonEmptyPath(click.Path):
 PATH = NonEmptyPath(path_type=Path)
 RUN = click.argument("run", type=PATH)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+_OPTIONS = re.compile(r"(?:^| and )(--[\w-]+)")
+"""The options at the beginning of an error, which it is about."""
 _METAVARS = {int: "N", float: "X"}
 
 
@@ -178,16 +180,17 @@ def origin(context: click.Context, name: str) -> str:
 
 @contextmanager
 def naming_sources(context: click.Context) -> Iterator[None]:
-    """Add to the error of an option in the context the variable or file that gives the option."""
+    """Add to the error of one or two options in the context the variables or files with them."""
     try:
         yield
     except UsageError as error:
-        for option in context.command.params:
-            spelled = (*option.opts, *option.secondary_opts)
-            words = tuple(f"{word}{end}" for word in spelled for end in " :")
-            source = origin(context, str(option.name))
-            if source and str(error).startswith(words):
-                raise UsageError(f"{error} ({source})") from None
+        named = {*_OPTIONS.findall(str(error).partition(": ")[0])}
+        options = [
+            one for one in context.command.params if named & {*one.opts, *one.secondary_opts}
+        ]
+        sources = filter(None, (origin(context, str(option.name)) for option in options))
+        if found := ", ".join(dict.fromkeys(sources)):
+            raise UsageError(f"{error} ({found})") from None
         raise
 
 

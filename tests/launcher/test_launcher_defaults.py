@@ -214,6 +214,19 @@ def test_an_error_of_any_option_names_its_source(
 
 
 @pytest.mark.usefixtures("launch")
+def test_an_error_of_two_options_names_the_sources_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    project("balance = '3,5'")
+    error = "--schedule auto and --balance: each schedule that is tried has a balance of its own; "
+    error += "leave --balance out, or name a schedule"
+    file = "pyproject.toml, [tool.pipeworker]"
+    assert refused("--schedule", "auto") == f"{error} ({file})"
+    monkeypatch.setenv("PIPEWORKER_SCHEDULE", "auto")
+    found = refused().removeprefix(error)
+    assert file in found
+    assert "PIPEWORKER_SCHEDULE" in found
+
+
+@pytest.mark.usefixtures("launch")
 def test_an_error_of_an_option_of_a_plan_names_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
     project("stages = 2\nmicrobatches = 0")
     error = "error: --microbatches 0: must be 1 or more"
