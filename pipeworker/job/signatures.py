@@ -118,7 +118,7 @@ def takes_steps(scheduler: Any) -> bool:
     found = signature(scheduler)
     if found is None or _is_set(scheduler, "steps"):
         return False
-    if "steps" in list(found.parameters)[1:]:
+    if _takes_named_steps(found):
         return True
     required = accepts(scheduler, 2) and not accepts(scheduler, 1)
     return required and not isinstance(scheduler, type)
@@ -129,9 +129,14 @@ def call_scheduler(scheduler: Any, optimizer: Any, steps: int) -> Any:
     if not takes_steps(scheduler):
         return scheduler(optimizer)
     found = signature(scheduler)
-    if found is not None and "steps" in found.parameters:
+    if found is not None and _takes_named_steps(found):
         return scheduler(optimizer, steps=steps)
     return scheduler(optimizer, steps)
+
+
+def _takes_named_steps(scheduler: inspect.Signature) -> bool:
+    """Return whether an optimizer and ``steps`` are all the arguments that it requires."""
+    return "steps" in list(scheduler.parameters)[1:] and _binds(scheduler, None, steps=0)
 
 
 def needs_arguments(entry: Callable[..., Any]) -> str:

@@ -77,6 +77,11 @@ def check(**names: Any) -> job_file.JobFile:
         ("scheduler", lambda: None, "is <lambda>(); make it callable as scheduler(optimizer)"),
         (
             "scheduler",
+            lambda optimizer, epochs, steps: None,
+            "is <lambda>(optimizer, epochs, steps); make it callable as scheduler(optimizer)",
+        ),
+        (
+            "scheduler",
             torch.optim.lr_scheduler.StepLR,
             "is the class StepLR(optimizer, step_size, ...); give a function, callable as",
         ),
@@ -163,6 +168,8 @@ class Warmup(torch.optim.lr_scheduler.LRScheduler):
         (lambda optimizer, steps: (optimizer, steps), ("o", 9)),
         (lambda optimizer, number: (optimizer, number), ("o", 9)),
         (lambda optimizer, *, steps: (optimizer, steps), ("o", 9)),
+        (lambda optimizer, steps, /: (optimizer, steps), ("o", 9)),
+        (lambda optimizer, *steps: (optimizer, *steps), ("o",)),
         (lambda optimizer, warmup=3, steps=0: (optimizer, warmup, steps), ("o", 3, 9)),
         (lambda optimizer, warmup=3: (optimizer, warmup), ("o", 3)),
         (lambda *all: all, ("o",)),
