@@ -39,7 +39,7 @@ _Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 _HOSTS = ("--hosts", "--hosts-file", "--sync")
-_WHAT, _REMEDY = "it is not the record of a run", "give another --run-dir"
+_WHAT, _REMEDY = "it is not the record of a run", "give another run"
 
 
 class _Git(msgspec.Struct):

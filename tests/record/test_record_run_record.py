@@ -145,7 +145,7 @@ def test_a_record_of_version_1_is_read_under_the_present_names(tmp_path: Path) -
     assert RunRecord.read(made).options == changed
 
 
-WHAT, REMEDY = "it is not the record of a run", "; give another --run-dir"
+WHAT, REMEDY = "it is not the record of a run", "; give another run"
 VERSIONS = ", and this pipeworker reads version 1 or 2; use the pipeworker that wrote it"
 NONE = f"{WHAT}{REMEDY}"
 RUN = '{"version": 1, "options": %s}'
