@@ -324,10 +324,11 @@ def entries(
     elif isinstance(model, (list, tuple)):
         layers = {str(index): entry for index, entry in enumerate(model)}
     else:
-        how = ": list(layers)" if isinstance(model, nn.ModuleList) else ""
-        raise UsageError(
-            f"model() returned {a_type(model)}; return an nn.Module or a list of layers{how}"
-        )
+        wanted = "an nn.Module or a list of layers"
+        if isinstance(model, (nn.ModuleList, nn.ModuleDict)):  # modules without a forward
+            values = "" if isinstance(model, nn.ModuleList) else ".values()"
+            wanted = f"a list of layers: list(layers{values})"
+        raise UsageError(f"model() returned {a_type(model)}; return {wanted}")
     if not layers:
         raise UsageError("model() returned no layers; return at least one for each stage")
     for index, entry in enumerate(layers.values()):

@@ -204,8 +204,11 @@ class Own(nn.Sequential):
     [
         (
             lambda: nn.ModuleList([nn.Linear(1, 1)]),
-            r"model\(\) returned a ModuleList; return an nn\.Module or a list of layers: "
-            r"list\(layers\)$",
+            r"model\(\) returned a ModuleList; return a list of layers: list\(layers\)$",
+        ),
+        (
+            lambda: nn.ModuleDict({"a": nn.Linear(1, 1)}),
+            r"returned a ModuleDict; return a list of layers: list\(layers\.values\(\)\)$",
         ),
         (lambda: None, r"model\(\) returned a NoneType; return an nn.Module or a list"),
         (
