@@ -355,7 +355,9 @@ def prefixes(layers: Collection[str], names: Mapping[str, str]) -> tuple[str, ..
     for name, other in names.items():
         layer, _, key = name.partition(".")
         if layer not in parts:
-            raise UsageError(f"names: {name!r} is in no layer of model(); a name begins with one")
+            raise UsageError(
+                f"names: {name!r} is in no layer of model(); begin it with the name of a layer"
+            )
         if key:
             parts[layer][key] = other
     return tuple(

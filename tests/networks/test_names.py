@@ -106,7 +106,7 @@ def test_a_run_is_resumed_with_its_names(jobs: Jobs) -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ("{'5': 'head'}", "names: '5' is in no layer of model()"),
+        ("{'5': 'head'}", "names: '5' is in no layer of model(); begin it with the name of a l"),
         ("{'0.word': 'embed'}", "names: '0.word': the layer has no word; it has places, …"),
         ("{'4.wait': 'head'}", "names: '4.wait': the layer has no wait; it has weight, …"),
         ("{'0': 'a', '1': 'a'}", "names: several layers with one name; give each layer"),
