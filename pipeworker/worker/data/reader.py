@@ -318,7 +318,8 @@ def _batch_size(item: Any, prefix: str) -> int:
     if not distinct_tensors(item[0]):
         _check_leaves(pytree.tree_leaves(item), prefix)
         raise UsageError(
-            f"{prefix} an input without a tensor, {a_type(item[0])}; make it one, or a dict of them"
+            f"{prefix} an input without a tensor, {a_type(item[0])}; make it a tensor, or a dict "
+            "of tensors"
         )
     for tensor in tensors:
         if tensor.is_nested or tensor.layout is not torch.strided:

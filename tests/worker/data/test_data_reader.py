@@ -165,7 +165,7 @@ def test_a_generator_object_has_one_epoch() -> None:
         ((torch.zeros(2), {"y": np.zeros(2)}), "gave a numpy ndarray"),
         ((torch.zeros(2), SimpleNamespace(y=torch.zeros(2))), "a SimpleNamespace that holds tens"),
         (None, "gave a NoneType"),
-        ((1, torch.zeros(2)), "an input without a tensor"),
+        ((1, torch.zeros(2)), "without a tensor, an int; make it a tensor, or a dict of tensors"),
         ((torch.zeros(2), torch.tensor(1)), "without dims; .*, as a DataLoader makes it"),
         (
             (torch.zeros(2, 2).to_sparse(), torch.zeros(2)),
