@@ -98,9 +98,10 @@ class LoadedWorker:
         first = "--evaluate-first" if options.evaluate_first else ""
         option = "evaluate" if options.evaluate_only else every or first
         if option and job.evaluation is None:
-            raise UsageError(
-                f"{option}: {job.where} has no evaluation(); define it, or leave this out"
-            )
+            advice = "define it, or leave this out"
+            if options.evaluate_only:  # with the job file that the run has recorded
+                advice = "define it, resume the run with that file and more --steps, and try again"
+            raise UsageError(f"{option}: {job.where} has no evaluation(); {advice}")
         if options.deterministic:  # whatever the job file has set
             numerics.enable_deterministic()
         reader = _reader(settings, role, job, welcome, rng.accelerator_generator(device))

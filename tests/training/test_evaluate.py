@@ -116,6 +116,19 @@ def test_mistakes(jobs: Jobs, words: tuple[str, ...], text: str) -> None:
     assert text in found.stderr
 
 
+def test_a_run_without_evaluation_is_evaluated_by_the_file_it_is_resumed_with(jobs: Jobs) -> None:
+    run = jobs.train("--stages", "1", "--steps", "1")
+    found = jobs.pipeworker("evaluate", str(run.path))
+    assert found.returncode == 2
+    advice = "define it, resume the run with that file and more --steps, and try again"
+    assert f"has no evaluation(); {advice}\n" in found.stderr
+    job = jobs.write(JOB + "\n    evaluation = data\n")
+    words = ("--resume", "--run-dir", str(run.path), "--steps", "2", str(job))
+    assert jobs.pipeworker("launch", *words).returncode == 0
+    found = jobs.pipeworker("evaluate", str(run.path))
+    assert found.stdout.startswith("evaluation after step 2  loss"), found.stderr
+
+
 def test_a_script_evaluates_its_own_runs(tmp_path: Path) -> None:
     record = {"version": 2, "options": {"job_file": "/x.py", "own_loop": True}, "resumed": []}
     (tmp_path / "run.json").write_text(json.dumps(record))
