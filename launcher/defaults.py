@@ -141,7 +141,8 @@ class Defaults:
         try:
             return option.type.convert(text, option, context)
         except click.BadParameter as error:
-            raise UsageError(f"{self.where}: {key} = {value!r}: {error.message}") from None
+            reason = error.message.removesuffix(".")
+            raise UsageError(f"{self.where}: {key} = {value!r}: {reason}") from None
         except UsageError as error:  # of a schedule
             raise UsageError(f"{error} ({self.where})") from None
 

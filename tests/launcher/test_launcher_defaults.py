@@ -162,6 +162,7 @@ def test_an_error_in_a_file_names_the_file_and_the_key(
     error = refused()
     assert error.startswith("pipeworker.toml")
     assert message in error
+    assert not error.endswith(".")
 
 
 def test_an_unreadable_file_is_an_error(launch: Launch) -> None:
