@@ -33,7 +33,9 @@ _OF_TORCH: tuple[Callable[[], object], ...] = (
 _OF_ENVIRONMENT = (
     *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _WORKSPACE[0]),
     *("CUBLASLT_WORKSPACE_SIZE", "PYTORCH_TUNABLEOP_ENABLED"),
-    *("MKL_CBWR", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"),
+    *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY"),
+    *("ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"),
+    *("DNNL_MAX_CPU_ISA", "DNNL_DEFAULT_FPMATH_MODE"),  # the older names, which count as well
 )
 _LONGEST = 64
 """Number of characters of a variable that are compared."""

@@ -26,7 +26,13 @@ def test_a_setting_that_the_user_changes_shows() -> None:
     assert changed == {"torch.backends.cudnn.benchmark = True"}
 
 
-@pytest.mark.parametrize("name", ["NVIDIA_TF32_OVERRIDE", "CUBLASLT_WORKSPACE_SIZE"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("NVIDIA_TF32_OVERRIDE", "CUBLASLT_WORKSPACE_SIZE", "MKL_ENABLE_INSTRUCTIONS"),
+        *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "DNNL_DEFAULT_FPMATH_MODE"),
+    ],
+)
 def test_the_environment_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "0")
     assert f"{name} = 0" in numerics.settings()
