@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from pipeworker.errors import UsageError
 from pipeworker.facts.layer_facts import NetworkFacts
-from pipeworker.plan.actions import Kind
+from pipeworker.plan.actions import Edge, Kind, Payload
 from pipeworker.plan.check import check
 from pipeworker.plan.connect import connect
 from pipeworker.plan.orders import ORDERS, Order, resolve
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.planner.listing import RULES, Play, Room
+from pipeworker.plan.planner.listing import RULES, Play, Room, Rule
 from pipeworker.plan.planner.planner import plan_order
 from pipeworker.plan.planner.search import known_orders, search
+from pipeworker.plan.schedule import CHANNEL_CAPACITY
 from pipeworker.plan.simulate import Costs, simulate
 from support.draws import draws
 from support.pure.facts import DRAWN_ORDERS, layer, network, networks
@@ -84,14 +85,30 @@ def test_every_order_that_a_rule_makes_is_proven(
     check(connect("made", microbatches, placement, play.orders))
 
 
-def test_the_played_step_takes_as_long_as_the_simulated_one() -> None:
-    placement, costs = Placement.identity(4), Costs.even(4)
-    room = Room([inf] * 4, [1] * 4)
-    for rule in RULES:
-        play = Play(placement, 8, costs, [False] * 4, room, rule)
-        assert play.run()
-        simulated = simulate(connect("made", 8, placement, play.orders), costs)
-        assert simulated.makespan >= play.end - 1e-9
+@settings(max_examples=draws(30))
+@given(
+    order=st.sampled_from([resolve(name) for name in ("1f1b", "interleaved-1f1b", "zbv")]),
+    workers=st.integers(1, 4),
+    microbatches=st.integers(1, CHANNEL_CAPACITY),  # no channel is ever full
+    rule=st.sampled_from(RULES),
+    data=st.data(),
+)
+def test_the_played_step_takes_as_long_as_the_simulated_one(
+    order: Order, workers: int, microbatches: int, rule: Rule, data: st.DataObject
+) -> None:
+    placement = order.place(workers)
+    stages = placement.stages
+    seconds, *transfers = (
+        tuple(data.draw(st.integers(least, 9)) / 8 for _ in range(stages)) for least in (1, 0, 0)
+    )
+    down = {Edge(s, s + 1, Payload.ACTIVATION): transfers[0][s] for s in range(stages - 1)}
+    up = {Edge(s + 1, s, Payload.GRADIENT): transfers[1][s] for s in range(stages - 1)}
+    costs = Costs(seconds, tuple(2 * s for s in seconds), seconds, transfers={**down, **up})
+    room = Room([inf] * workers, [1] * stages)
+    play = Play(placement, microbatches, costs, [False] * stages, room, rule)
+    assert play.run()
+    simulated = simulate(connect("made", microbatches, placement, play.orders), costs)
+    assert simulated.makespan == play.end  # all times are sums of eighths
 
 
 def test_an_order_that_is_made_meets_the_lower_bound_of_a_step() -> None:
