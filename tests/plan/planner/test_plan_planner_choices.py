@@ -68,6 +68,8 @@ def test_a_written_schedule_decides_what_is_recomputed() -> None:
     found = plan_request(network(LAYERS), PlanRequest(OWN, 2, 2))
     assert found.recompute == ("always", "always")
     assert "0R1" in str(found.schedule)
+    found = plan_request(network(LAYERS), PlanRequest(OWN.replace("1R1 ", ""), 2, 2))
+    assert found.recompute == ("always", "never")
 
 
 def test_a_written_schedule_that_recomputes_some_is_counted_as_it_is() -> None:

@@ -16,7 +16,13 @@ from pipeworker.plan.orders import Order
 from pipeworker.plan.partition import even, ranges
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planner.bounds import Bounds, is_common, moves
-from pipeworker.plan.planner.costs import edge_bytes, stage_costs
+from pipeworker.plan.planner.costs import (
+    LOSS_FORWARD,
+    LayerCosts,
+    Seconds,
+    edge_bytes,
+    stage_costs,
+)
 from pipeworker.plan.planner.stages import Divisions
 from pipeworker.plan.planner.step_graph import StepGraph
 from pipeworker.plan.simulate import simulate
@@ -27,8 +33,8 @@ MODES = st.sampled_from(["never", "except_first", "always"])
 
 
 def test_every_channel_has_the_bytes_of_a_micro_batch() -> None:
-    skip, tie = LayerSkip(0, 2, 5), LayerSkip(0, 2, 9)
-    facts = replace(network(LAYERS), target_bytes=7, skips=(skip,), ties=(tie,))
+    skips, ties = (LayerSkip(0, 2, 3), LayerSkip(0, 2, 2)), (LayerSkip(0, 2, 9),)
+    facts = replace(network(LAYERS), target_bytes=7, skips=skips, ties=ties)
     assert edge_bytes(facts, ((0, 1), (1, 2), (2, 3))) == {
         Edge(0, 2, Payload.TARGET): 7,
         Edge(0, 1, Payload.ACTIVATION): 10,
@@ -40,6 +46,16 @@ def test_every_channel_has_the_bytes_of_a_micro_batch() -> None:
         Edge(0, 2, Payload.TIED): 9,
         Edge(2, 0, Payload.TIED): 9,
     }
+
+
+def test_a_stage_takes_the_seconds_of_its_layers_and_the_last_one_those_of_the_loss() -> None:
+    layers = [layer(float(n), 4.0 * n, update=8.0 * n) for n in (1, 2, 3)]
+    costs = LayerCosts(replace(network(layers), loss=9.0))
+    assert costs.seconds((0, 2)) == (3, 12, 6, 24)
+    loss = Seconds(9 * LOSS_FORWARD, 9 - 9 * LOSS_FORWARD, 9 - 9 * LOSS_FORWARD, 0)
+    whole = [of_layers + of_loss for of_layers, of_loss in zip((5, 20, 10, 40), loss, strict=True)]
+    assert costs.seconds((1, 3)) == pytest.approx(whole)
+    assert costs.seconds((1, 3), 0.5) == pytest.approx([2 * seconds for seconds in whole])
 
 
 @given(
