@@ -37,8 +37,9 @@ class JobProgress:
         self._shown_at, self._shown = 0.0, 0
 
     def plan(self, total: int | None, first: int) -> None:
-        """Begin to show steps from `first`, of `total` if that is known."""
-        self._total, self._first, self._done, self._pace = total, first, first - 1, Pace(total)
+        """Begin to show steps from `first`, of `total` if known; continue after a recovery."""
+        self._total, self._first, self._pace = total, first, Pace(total)
+        self._done = max(self._done, first - 1)
         self._draw([Figure(step_of(self._done, total), Rank.STEP), Figure("starting", Rank.LOSS)])
 
     def step(self, row: StepResult) -> None:
