@@ -41,6 +41,7 @@ def test_each_event_is_an_object_on_a_line(tmp_path: Path) -> None:
     assert [event["event"] for event in found] == kinds
     plan, step, evaluation, warning, _, output, end = found
     assert (plan["stages"], plan["balance"], plan["steps"], plan["first_step"]) == (2, [2, 3], 9, 1)
+    assert plan["step_seconds"] is None
     assert plan["run_dir"] == end["run_dir"] == str(tmp_path)
     assert (step["step"], step["loss"], step["grad_norm"], step["lr"]) == (1, None, None, 0.1)
     assert evaluation == {"event": "evaluation", "step": 1, "loss": 0.5, "accuracy": 0.75}
@@ -54,7 +55,9 @@ def test_each_event_is_an_object_on_a_line(tmp_path: Path) -> None:
 def test_new_checkpoints_and_restarts_are_events(tmp_path: Path) -> None:
     out = io.StringIO()
     shown = display(out, tmp_path)
-    complete(RunDir(tmp_path), 1)  # of an earlier start
+    RunDir(tmp_path).run.write_text("{}")
+    for earlier in (0, 1):
+        complete(RunDir(tmp_path), earlier)
     shown.tick()
     shown.show(Planned("gpipe", 4, (2, 3), ((0,), (1,)), 0.2, steps=9))
     complete(RunDir(tmp_path), 2)
@@ -74,6 +77,7 @@ def test_new_checkpoints_and_restarts_are_events(tmp_path: Path) -> None:
     assert restart == {"event": "restart", "cause": "a worker is lost", "stages": 2}
     assert (last["event"], last["step"]) == ("checkpoint", 3)
     assert (end["event"], end["checkpoint_step"]) == ("end", 3)
+    assert end["resume"].endswith(", steps=6)")
     assert (end["median_step_seconds"], end["samples_per_second"]) == (0.5, 16.0)
     assert (end["tokens_per_second"], end["busy_seconds"]) == (None, [0.25, 0.125])
     assert end["data_seconds"] == 0.1

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from pipeworker.display import lines
 from pipeworker.display.lines import LineDisplay
 from pipeworker.display.output import Printed, WorkerOutput
 from pipeworker.display.style import Style
@@ -96,6 +97,13 @@ def test_log_every() -> None:
     assert shown.steps(0.0, *range(1, 8)) == ["step 1", "step 3", "step 6"]
     assert shown.steps(9.0, 8) == []
     assert shown.at(9.0, DONE)[0].startswith("step 8")
+
+
+def test_a_line_has_the_time_that_is_left_for_the_steps_of_the_job() -> None:
+    shown = Shown(9)
+    shown.at(0.0, step(1))
+    assert shown.at(2.0, step(2))[0].endswith("  0:14 left")
+    assert "left" not in shown.at(16.0, step(9))[0]
 
 
 def test_an_evaluation_follows_the_line_of_its_step() -> None:
@@ -192,6 +200,10 @@ def test_quiet_shows_only_warnings_and_errors() -> None:
     events = (PLANNED, step(1), Evaluation(1, 0.5), Warned("careful"), failed)
     assert shown.at(0.0, *events) == []
     assert shown.error.getvalue() == "warning: careful\nerror: why\n"
+    for quiet, text in ((True, "interrupted\n"), (False, "")):  # which the summary begins with
+        shown = Shown(quiet=quiet)
+        shown.at(0.0, replace(DONE, status="interrupted"))
+        assert shown.error.getvalue() == text
 
 
 def test_verbose_shows_more_figures() -> None:
@@ -364,6 +376,29 @@ def test_output_is_shown_between_events(folder: Path) -> None:
     assert not any(thread.name == "display" for thread in threading.enumerate())
 
 
+def test_output_comes_before_the_next_event_and_a_delayed_step_after_a_while(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "_LINE_SECONDS", 0.01)
+    out = StringIO()
+    display = display_on(folder, out)
+    display.show(PLANNED)
+    until(lambda: "seed" in out.getvalue())
+    for number in range(10):
+        with (folder / "logs" / "worker-0.log").open("a") as log:
+            log.write(f"reads {number}\n")
+        display.show(Warned(f"warning {number}"))
+        until(lambda: f"warning {number}" in out.getvalue())  # noqa: B023
+    found = [line for line in out.getvalue().splitlines() if line[-1].isdigit()]
+    assert [line for line in found if "reads" in line or "warning" in line][-4:] == [
+        *("[stage 0] reads 8", "warning: warning 8", "[stage 0] reads 9", "warning: warning 9")
+    ]
+    display.show(step(1))
+    display.show(step(2))
+    until(lambda: "step 2 " in out.getvalue())
+    display.close()
+
+
 def test_the_loss_of_a_terminal_is_raised_once(folder: Path) -> None:
     display = display_on(folder, Broken(errno.EIO))
 
@@ -393,3 +428,18 @@ def test_the_micro_batches_of_a_step_are_those_of_all_its_mini_batches(
         display.show(replace(step(number + 1), seconds=0.02))
     display.show(replace(DONE, bubble=0.9, busy=(0.2, 0.2), speed=speed))
     assert f"a worker computes {milliseconds} for a micro-batch" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("device", "hosts", "shares"), [("cpu", 1, True), ("cuda", 1, False), ("cpu", 2, False)]
+)
+def test_only_workers_on_the_processor_of_one_host_share_its_cores(
+    monkeypatch: pytest.MonkeyPatch, device: str, hosts: int, shares: bool
+) -> None:
+    monkeypatch.setattr(lines, "_cores", lambda: 1)
+    out = StringIO()
+    display = LineDisplay(Options("job.py", 2, 8), NOWHERE, Style(), out, StringIO())
+    display.show(replace(PLANNED, device=device, hosts=hosts))
+    display.show(step(4))
+    display.show(replace(DONE, bubble=0.9, busy=(0.2, 0.2)))
+    assert ("2 workers share 1 core" in out.getvalue()) == shares

@@ -55,6 +55,7 @@ def test_lines_of_pipeworker_are_left_out_unless_requested(
     assert logged == f"{LOG_PREFIX}the job ended: x\n{LOG_PREFIX}  at y\n"
     assert lines("one\n", logged, "two\n") == ["one", "two"]
     assert lines(logged, ours=True) == ["pipeworker: the job ended: x", "pipeworker:   at y"]
+    assert lines("one\n", ours=True) == ["one"]
     assert lines("no end yet ", logged) == ["no end yet "]
     assert lines("\r 10%|#", logged, "\n") == [" 10%|#", ""]
 
