@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from launcher.engines import engine
 from launcher.engines.kubernetes import Kubernetes, KubernetesJob, find
 from launcher.engines.manifests import RUN_DIR, Manifests, render
 from launcher.spec import JobSpec
@@ -82,9 +83,9 @@ def test_a_job_is_submitted_with_a_token_that_no_command_line_shows(cluster: Clu
     cluster.submit()
     get, checked, create, apply = cluster.calls
     assert get[0][:3] == ["get", "job", "train"]
-    assert checked[0][:2] == ["apply", "--dry-run=server"]
+    assert checked[0][:6] == ["apply", "--dry-run=server", "-o", "name", "-f", "-"]
     assert len([*yaml.safe_load_all(checked[1])]) == 5  # before any of them is made
-    assert create[0][:3] == ["create", "-o", "json"]
+    assert create[0][:5] == ["create", "-o", "json", "-f", "-"]
     assert tuple(yaml.safe_load_all(create[1])) == (cluster.manifests.job,)
     assert apply[0] == ["apply", "-f", "-", "--namespace", "team"]
     secret, *others = yaml.safe_load_all(apply[1])
@@ -156,6 +157,8 @@ def test_a_job_is_found_by_its_run_directory_or_its_name(cluster: Cluster) -> No
     cluster.answer("get", json.dumps({"items": [{"metadata": job}]}))
     for run in ("/runs/train-1", "train"):
         assert find(run) == KubernetesJob("job", "train", "team", "/runs/train-1")
+    of_ours = ["--selector", "app.kubernetes.io/name=pipeworker", "-o", "json"]
+    assert cluster.calls[-1][0] == ["get", "job", *of_ours]
     assert find("/runs/train-2") is None
 
 
@@ -210,6 +213,16 @@ def test_a_patch_that_is_none_is_rejected(
 def test_an_error_of_the_cluster_is_shown(cluster: Cluster) -> None:
     cluster.answer("apply", "error: the namespace is not there")
     with pytest.raises(PipeworkerError, match="kubectl apply: error: the namespace is not there"):
+        cluster.submit()
+
+
+def test_a_cluster_that_does_not_answer_is_reported(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_CLIENT_SECONDS", 0.1)
+    (cluster.folder / "kubectl").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    message = "^kubectl get: the cluster has not answered for 0.1 s$"
+    with pytest.raises(PipeworkerError, match=message):
         cluster.submit()
 
 

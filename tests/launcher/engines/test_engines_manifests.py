@@ -155,6 +155,8 @@ def test_the_token_is_not_shown() -> None:
     assert secret["metadata"]["name"] == volume["secret"]["secretName"] == "train-token"
     assert secret["stringData"] == {key: token}
     assert "create secret generic train-token \\\n" in manifests.text
+    there = render(spec_with(namespace="team")).text
+    assert "create secret generic train-token --namespace team \\\n" in there
 
 
 def test_the_job_file_is_sent_as_it_is() -> None:
