@@ -206,6 +206,20 @@ def test_quiet_shows_only_warnings_and_errors() -> None:
         assert shown.error.getvalue() == text
 
 
+@pytest.mark.parametrize("status", [0, 2])
+def test_the_message_of_a_job_file_is_no_error_if_its_status_is_0(status: int) -> None:
+    shown = Shown(quiet=True)
+    shown.at(0.0, Verdict("failed", status, 0, 1.0, (), 0.5, "usage: job.py", job_exited=True))
+    written, other = (shown.error, shown.out) if status else (shown.out, shown.error)
+    assert (written.getvalue(), other.getvalue()) == ("usage: job.py\n", "")
+
+
+def test_the_plan_names_replicas_and_workers_that_hold_several_stages() -> None:
+    looped = replace(PLANNED, balance=(1, 1, 1, 1), held=((0, 2), (1, 3)), replicas=2)
+    first, *_ = Shown().at(0.0, looped)
+    assert first.startswith("2 replicas of 4 stages (1,1,1,1 layers) on 2 workers, 8 micro-batches")
+
+
 def test_verbose_shows_more_figures() -> None:
     (line,) = Shown(verbose=True).at(0.0, step(1))
     assert "gradient norm 1.0000  epoch 0" in line
@@ -220,6 +234,8 @@ def test_output_is_marked_and_redrawn_lines_are_limited() -> None:
     shown.display.show_output(
         [Printed("[stage 1]", "80%", whole=False), Printed("[stage 1]", "100%")]
     )
+    shown.now += 1.0
+    shown.display.show_output([Printed("[stage 1]", "", whole=False)])  # it is complete
     assert shown.out.getvalue().splitlines() == [
         "[stage 0] hello",
         "[stage 0] there",

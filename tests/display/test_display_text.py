@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeworker.display.text import counts, duration, mebibytes, number, sanitize, shell_join, table
+from pipeworker.display.text import (
+    counts,
+    data_size,
+    duration,
+    mebibytes,
+    number,
+    sanitize,
+    shell_join,
+    strict,
+    table,
+)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +84,16 @@ def test_a_shell_reads_the_words_that_were_joined() -> None:
         env={"LC_ALL": "C"},
     )
     assert done.stdout.split(b"\0")[:-1] == names
+
+
+def test_json_has_null_for_what_is_not_finite() -> None:
+    found = {"a": [1.5, float("nan")], "b": (float("inf"), {"c": -float("inf")}, "nan", 3)}
+    assert strict(found) == {"a": [1.5, None], "b": [None, {"c": None}, "nan", 3]}
+
+
+def test_data_size() -> None:
+    sizes = (0, 5, 1023, 1024, 10_240, 1 << 20, 15 * 2**30)
+    assert [*map(data_size, sizes)] == ["0B", "5B", "1023B", "1.0K", "10K", "1.0M", "15G"]
 
 
 def test_mebibytes() -> None:
