@@ -141,6 +141,22 @@ def test_an_invalid_object_is_detected(kind: str, spoil: Callable[[Manifests], o
         validate(manifests.objects[-1])
 
 
+def test_each_setting_is_in_its_field_of_a_pod() -> None:
+    settings = {"claim": "disk", "grace": "30", "tmp": "1Gi", "shm": "2Gi"}
+    pod = pod_of(render(spec_with(**settings, node_selector="zone=a", service_account="me")))
+    assert (pod["serviceAccountName"], pod["nodeSelector"]) == ("me", {"zone": "a"})
+    assert pod["terminationGracePeriodSeconds"] == 30
+    volumes = {one.pop("name"): one for one in pod["volumes"]}
+    assert volumes["runs"] == {"persistentVolumeClaim": {"claimName": "disk"}}
+    assert volumes["tmp"] == {"emptyDir": {"sizeLimit": "1Gi"}}
+    assert volumes["shm"] == {"emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}}
+    mounts = pod["containers"][0]["volumeMounts"]
+    assert {one["name"] for one in mounts if one.get("readOnly")} == {"token", "job"}
+    assert {one["mountPath"] for one in mounts} >= {"/runs", "/tmp", "/dev/shm"}
+    plain = pod_of(render(spec_with()))
+    assert not {"serviceAccountName", "nodeSelector"} & plain.keys()
+
+
 def test_the_token_is_not_shown() -> None:
     manifests = render(SPEC)
     token = "a secret of the test"
