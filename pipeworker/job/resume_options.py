@@ -52,9 +52,9 @@ def merge(recorded: Options, given: Mapping[str, Any], allowed: Collection[str])
         found["schedule"] = DEFAULT_SCHEDULE
     if found["schedule"] != recorded.schedule and "virtual_stages" not in given:
         found["virtual_stages"] = None  # as many as the new schedule has
-    if any(found[name] != getattr(recorded, name) for name in _PLACING):
-        if "balance" not in given and recorded.balance != EVEN:
-            found["balance"] = None
+    is_placed_anew = any(found[name] != getattr(recorded, name) for name in _PLACING)
+    if is_placed_anew and "balance" not in given and recorded.balance != EVEN:
+        found["balance"] = None
     if found["stages"] != recorded.stages and len(recorded.memory or ()) > 1:
         found["memory"] = given.get("memory")
     if "arguments" in allowed and "arguments" not in given:
