@@ -23,7 +23,7 @@ from pipeworker.display.plan import page, schedules
 from pipeworker.display.plan.as_json import to_json
 from pipeworker.display.plan.schedules import EqualStages
 from pipeworker.display.plan.text import Paint, lines_of, plain
-from pipeworker.display.plan.view import Choice, PlanView
+from pipeworker.display.plan.view import PlanView
 from pipeworker.display.style import is_dumb
 from pipeworker.errors import PipeworkerError, UsageError, writing
 from pipeworker.facts.layer_facts import NetworkFacts
@@ -153,10 +153,8 @@ def plan(
         order = resolve(planned.order, planned.virtual_stages)
         click.echo(whole_text(planned, order, planned.name), nl=False)
         return
-    samples = facts.samples * planned.schedule.microbatches * options.replicas
-    own = Choice.of(planned, samples)
-    others = (_choice(one, samples) for one in choices.alternatives(facts, request))
-    view = PlanView.of(planned, facts, [own, *others] if not svg else [])
+    own, others = choices.Alternative(request, planned), choices.alternatives(facts, request)
+    view = PlanView.of(planned, facts, [] if svg else [own, *others])
     if as_json:
         click.echo(json.dumps(to_json(view)))
     elif svg is not None:
@@ -190,15 +188,6 @@ def _measured(options: Options) -> NetworkFacts:
     if found is None:
         raise PipeworkerError("plan: the facts of the layers were not recorded")
     return replace(found, copies=slots) if found.copies else found
-
-
-def _choice(one: choices.Alternative, samples: int) -> Choice:
-    if one.planned is not None:
-        return Choice.of(one.planned, samples)
-    request = one.request
-    return Choice(
-        request.order.name, request.workers, request.order.virtual_stages, problem=one.problem
-    )
 
 
 def _fitting(facts: NetworkFacts, request: choices.PlanRequest) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from xml.etree import ElementTree
@@ -15,15 +16,16 @@ from pipeworker.display.plan.as_json import to_json
 from pipeworker.display.plan.schedules import EqualStages
 from pipeworker.display.plan.svg import Picture
 from pipeworker.display.plan.text import NAMES, lines_of, timeline_rows
-from pipeworker.display.plan.view import Choice, PlanView
+from pipeworker.display.plan.view import PlanView
 from pipeworker.facts.layer_facts import LayerFacts, NetworkFacts
 from pipeworker.plan.actions import Action, Kind
 from pipeworker.plan.connect import connect
 from pipeworker.plan.orders import ORDERS, resolve
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planned import Planned
+from pipeworker.plan.planner.choices import Alternative, PlanRequest
 from pipeworker.plan.schedule import Schedule
-from pipeworker.plan.simulate import Costs, Span, simulate
+from pipeworker.plan.simulate import Costs, Span, Timing, simulate
 from support.pure.makespans import peak_graphs
 from support.pure.orders import build, zero_bubble
 
@@ -64,7 +66,7 @@ def split(placement: Placement, microbatches: int = 4) -> Schedule:
     return connect("zb", microbatches, placement, zero_bubble(placement, microbatches))
 
 
-def view_of(plan: Planned, *choices: Choice, measured: bool = True) -> PlanView:
+def view_of(plan: Planned, *choices: Alternative, measured: bool = True) -> PlanView:
     layers = sum(plan.balance)
     facts = NetworkFacts(
         tuple(LayerFacts("Linear", parameters=1000 * (n + 1)) for n in range(layers)),
@@ -77,9 +79,14 @@ def view_of(plan: Planned, *choices: Choice, measured: bool = True) -> PlanView:
 @pytest.fixture
 def view() -> PlanView:
     plan = planned(gpipe())
-    other = Choice("1f1b", 3, 1, 4, 0.25, 128.0, 0.25, 17 * GB, fits=False)
-    none = Choice("gpipe", 8, problem="model() has 6 layers")
-    return view_of(plan, Choice.of(plan, 32), other, none)
+    timing = Timing(0.245, (0.18375,) * 3, ({},) * 3)  # a bubble of 25 %, and 5 ms of an update
+    other = replace(plan, order="1f1b", timing=timing, memory=(17 * GB,) * 3)
+    return view_of(
+        plan,
+        Alternative(PlanRequest("gpipe", 3, 4), plan),
+        Alternative(PlanRequest("1f1b", 3, 4), other),
+        Alternative(PlanRequest("gpipe", 8, 4), problem="model() has 6 layers"),
+    )
 
 
 # The view.
@@ -102,18 +109,16 @@ def test_both_parts_of_a_backward_count(view: PlanView) -> None:
 
 def test_samples_are_those_of_a_mini_batch(view: PlanView) -> None:
     assert view.samples == 4 * 8
-    assert view.samples_per_second == pytest.approx(32 / view.planned.step_seconds)
+    assert view.samples_per_second(view.planned) == pytest.approx(32 / view.planned.step_seconds)
     two = gpipe().placement.copies(2)
     copies = resolve("gpipe").build(two, 4, ("never",) * 3)
     assert view_of(planned(copies)).samples == 2 * 4 * 8
 
 
-def test_a_choice_that_exceeds_a_limit_does_not_fit() -> None:
-    plan = planned(gpipe())
-    assert Choice.of(plan, 32).fits
-    assert Choice.of(plan, 32).memory == 14 * GB
-    assert Choice.of(planned(gpipe(6)), 32).fits  # the last worker has no limit
-    assert not Choice.of(planned(gpipe(7)), 32).fits
+def test_a_plan_that_exceeds_a_limit_does_not_fit() -> None:
+    assert planned(gpipe()).fits
+    assert planned(gpipe(6)).fits  # the last worker has no limit
+    assert not planned(gpipe(7)).fits
 
 
 # Text.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from pipeworker.display.plan.view import Choice, PlanView, StageView
+from pipeworker.display.plan.view import PlanView, StageView
+from pipeworker.plan.planner.choices import Alternative
 
 
 def to_json(view: PlanView) -> dict[str, Any]:
@@ -30,22 +31,23 @@ def to_json(view: PlanView) -> dict[str, Any]:
             "recompute": one.mode,
         }
 
-    def choice(one: Choice) -> dict[str, Any]:
+    def choice(one: Alternative) -> dict[str, Any]:
+        found = one.planned
         named = {
-            "schedule": one.order,
-            "stages": one.stages,
+            "schedule": one.name,
+            "stages": one.request.workers,
             "virtual_stages": one.virtual_stages,
-            "microbatches": one.microbatches,
+            "microbatches": found.schedule.microbatches if found else 0,
         }
-        if one.problem:
+        if found is None:
             return {**named, "problem": one.problem}
         return {
             **named,
-            "step_seconds": known(one.step_seconds),
-            "samples_per_second": known(one.samples_per_second),
-            "bubble": one.bubble,
-            "memory_bytes": one.memory,
-            "fits": one.fits,
+            "step_seconds": known(found.step_seconds),
+            "samples_per_second": known(view.samples_per_second(found)),
+            "bubble": found.timing.bubble,
+            "memory_bytes": max(found.memory),
+            "fits": found.fits,
         }
 
     return {
@@ -57,7 +59,7 @@ def to_json(view: PlanView) -> dict[str, Any]:
         "stages": [*map(stage, view.stages)],
         "update_seconds": known(planned.update),
         "step_seconds": known(planned.step_seconds),
-        "samples_per_second": known(view.samples_per_second),
+        "samples_per_second": known(view.samples_per_second(planned)),
         "bubble": planned.timing.bubble,
         "why": list(planned.why),
         "alternatives": [*map(choice, view.choices)],

@@ -27,7 +27,7 @@ def picture_of(view: PlanView) -> Picture:
     speed = ""
     if view.measured:
         speed = f": step {seconds_text(planned.step_seconds)}, "
-        speed += f"{rate_text(view.samples_per_second)} samples/s"
+        speed += f"{rate_text(view.samples_per_second(planned))} samples/s"
     return Picture(
         f"{view.title}{speed}",
         view.rows,

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 from itertools import groupby
 
-from pipeworker.display.plan.view import Choice, PlanView, StageView
+from pipeworker.display.plan.view import PlanView, StageView
 from pipeworker.display.text import table
 from pipeworker.plan.actions import Kind
 from pipeworker.plan.figures import bytes_text, count_text, plural, rate_text, seconds_text
+from pipeworker.plan.planner.choices import Alternative
 from pipeworker.plan.simulate import Span
 
 NAMES = {
@@ -54,7 +55,8 @@ def summary(view: PlanView) -> Iterator[str]:
     if view.measured:
         yield (
             f"step {seconds_text(planned.step_seconds)}, "
-            f"{rate_text(view.samples_per_second)} samples/s, bubble {planned.timing.bubble:.1%}"
+            f"{rate_text(view.samples_per_second(planned))} samples/s, "
+            f"bubble {planned.timing.bubble:.1%}"
         )
     else:
         yield f"bubble {planned.timing.bubble:.1%}, from counted operations: nothing was measured"
@@ -91,19 +93,19 @@ def stage_cells(view: PlanView, stage: StageView) -> list[str]:
     ]
 
 
-def choice_cells(view: PlanView, one: Choice) -> list[str]:
+def choice_cells(view: PlanView, one: Alternative) -> list[str]:
     """Return the cells of a choice, as in CHOICE_HEAD, and a note."""
     virtual = f" × {one.virtual_stages}" if one.virtual_stages > 1 else ""
-    name = [one.order, f"{one.stages}{virtual}"]
-    if one.problem:
+    name, planned = [one.name, f"{one.request.workers}{virtual}"], one.planned
+    if planned is None:
         return [*name, *"----", one.problem]
     return [
         *name,
-        seconds_text(one.step_seconds) if view.measured else "-",
-        rate_text(one.samples_per_second) if view.measured else "-",
-        f"{one.bubble:.1%}",
-        bytes_text(one.memory),
-        "" if one.fits else "does not fit",
+        seconds_text(planned.step_seconds) if view.measured else "-",
+        rate_text(view.samples_per_second(planned)) if view.measured else "-",
+        f"{planned.timing.bubble:.1%}",
+        bytes_text(max(planned.memory)),
+        "" if planned.fits else "does not fit",
     ]
 
 

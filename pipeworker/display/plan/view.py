@@ -10,6 +10,7 @@ from pipeworker.plan.figures import plural
 from pipeworker.plan.partition import ranges
 from pipeworker.plan.placement import held_text
 from pipeworker.plan.planned import Planned, StageSeconds
+from pipeworker.plan.planner.choices import Alternative
 from pipeworker.plan.schedule import Schedule
 from pipeworker.plan.simulate import Span, timeline
 
@@ -37,46 +38,6 @@ class StageView:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A plan for another schedule or another number of stages, or the reason why there is none.
-
-    Attributes:
-        order: the value of ``--schedule``.
-        stages: the value of ``--stages``.
-        virtual_stages: stages of each worker.
-        memory: predicted peak bytes of the worker that needs most.
-        fits: whether each worker stays within its limit.
-        problem: why there is no plan, else empty.
-    """
-
-    order: str
-    stages: int
-    virtual_stages: int = 1
-    microbatches: int = 0
-    step_seconds: float = 0.0
-    samples_per_second: float = 0.0
-    bubble: float = 0.0
-    memory: int = 0
-    fits: bool = False
-    problem: str = ""
-
-    @staticmethod
-    def of(planned: Planned, samples: int) -> Choice:
-        """Return a plan as a choice; `samples` are those of a mini-batch."""
-        return Choice(
-            planned.name,
-            planned.schedule.placement.workers,
-            planned.virtual_stages,
-            planned.schedule.microbatches,
-            planned.step_seconds,
-            samples / planned.step_seconds if planned.step_seconds else 0.0,
-            planned.timing.bubble,
-            max(planned.memory, default=0),
-            planned.fits,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class PlanView:
     """A plan with everything that its displays need.
 
@@ -92,10 +53,10 @@ class PlanView:
     measured: bool
     stages: tuple[StageView, ...]
     spans: tuple[tuple[Span, ...], ...]
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[Alternative, ...] = ()
 
     @staticmethod
-    def of(planned: Planned, facts: NetworkFacts, choices: Sequence[Choice] = ()) -> PlanView:
+    def of(planned: Planned, facts: NetworkFacts, choices: Sequence[Alternative] = ()) -> PlanView:
         """Return the view of a plan that was made from `facts`."""
         schedule, costs = planned.schedule, planned.costs
         seconds = planned.stage_seconds
@@ -129,16 +90,15 @@ class PlanView:
         schedule = self.planned.schedule
         return self.samples_each * schedule.microbatches * schedule.placement.replicas
 
-    @property
-    def samples_per_second(self) -> float:
-        """Samples that a step of the plan trains on in a second."""
-        seconds = self.planned.step_seconds
+    def samples_per_second(self, planned: Planned) -> float:
+        """Return the samples of this plan's mini-batch that a plan trains on in a second."""
+        seconds = planned.step_seconds
         return self.samples / seconds if seconds else 0.0
 
-    def is_chosen(self, choice: Choice) -> bool:
+    def is_chosen(self, choice: Alternative) -> bool:
         """Return whether a choice is this plan."""
         planned = self.planned
-        return (choice.order, choice.stages, choice.virtual_stages) == (
+        return (choice.name, choice.request.workers, choice.virtual_stages) == (
             planned.name,
             planned.schedule.placement.workers,
             planned.virtual_stages,

@@ -61,6 +61,16 @@ class Alternative:
     planned: Planned | None = None
     problem: str = ""
 
+    @property
+    def name(self) -> str:
+        """The name of its order."""
+        return self.planned.name if self.planned else self.request.order.name
+
+    @property
+    def virtual_stages(self) -> int:
+        """The largest number of stages that one worker holds."""
+        return (self.planned or self.request.order).virtual_stages
+
 
 def plan_request(facts: NetworkFacts, request: PlanRequest, *, strict: bool = True) -> Planned:
     """Plan a network as requested; `strict` says whether it must fit into the memory.
