@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from pipeworker.display.text import mebibytes, number
+from pipeworker.display.text import megabytes, number
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.wire.lines import Activity
 
@@ -52,7 +52,7 @@ def figures(
         if row.loss_scale is not None:
             found.append(Figure(f"loss scale {row.loss_scale:g}", Rank.MORE))
         if memory:
-            found.append(Figure(f"memory {mebibytes(memory)}", Rank.MORE))
+            found.append(Figure(f"memory {megabytes(memory)}", Rank.MORE))
     if time:
         found.append(Figure(time, Rank.TIME))
     return found

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pipeworker.display.figures import after
-from pipeworker.display.text import mebibytes, number
+from pipeworker.display.text import megabytes, number
 from pipeworker.facts.speed import Speed
 from pipeworker.plan.figures import plural
 from pipeworker.wire.lines import Verdict
@@ -189,7 +189,7 @@ class Summary:
             if reason := explain_bubble(verdict.bubble, verdict.busy, context):
                 yield f"  larger than the schedule's: {reason}"
         if any(verdict.peak_memory):
-            yield f"peak memory by worker: {mebibytes(verdict.peak_memory)}"
+            yield f"peak memory by worker: {megabytes(verdict.peak_memory)}"
         if self.profile:
             yield f"profile: {self.profile} (https://ui.perfetto.dev opens its files)"
         if self.checkpoint:

@@ -101,9 +101,9 @@ def counts(numbers: Sequence[int]) -> str:
     return ",".join(f"{value}×{count}" if count > 1 else f"{value}" for value, count in runs)
 
 
-def mebibytes(sizes: Iterable[int]) -> str:
-    """Format sizes in bytes as ``1, 3 MiB``; 0 is an unknown size."""
-    return ", ".join(f"{size / 2**20:.0f}" if size else "?" for size in sizes) + " MiB"
+def megabytes(sizes: Iterable[int]) -> str:
+    """Format sizes in bytes as ``1, 3 MB``, as plans have them; 0 is an unknown size."""
+    return ", ".join(f"{size / 1e6:.0f}" if size else "?" for size in sizes) + " MB"
 
 
 def table(rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:

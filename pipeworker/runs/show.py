@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeworker.display.commands import DEFAULT_PROGRAM, Commands, further
 from pipeworker.display.figures import after
-from pipeworker.display.text import figure_text, mebibytes, sanitize, shell_join, table
+from pipeworker.display.text import figure_text, megabytes, sanitize, shell_join, table
 from pipeworker.errors import PipeworkerError
 from pipeworker.job.option_parsing import format_by_origin, format_option
 from pipeworker.job.options import Options
@@ -102,7 +102,7 @@ def _results(run: Run) -> Fields:
     memory = summary["peak_memory_bytes"]
     yield "time", f"{seconds:.1f} s{since}" if seconds is not None else None
     yield "bubble", f"{bubble:.1%} measured" if bubble is not None else None
-    yield "memory", f"{mebibytes(memory)} by worker" if any(memory) else None
+    yield "memory", f"{megabytes(memory)} by worker" if any(memory) else None
     restarts = summary["restarts"], *summary["causes"]
     yield "restarts", "\n".join(map(str, restarts)) if restarts[0] else None
     saved = run.checkpoints.items()

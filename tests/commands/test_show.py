@@ -86,8 +86,8 @@ def test_a_line_per_step_appears_at_once(jobs: Jobs) -> None:
     assert busy == f"busy: {shown} s by worker; data(): {summary['data_seconds']:.1f} s"
     assert 0 < summary["data_seconds"] <= summary["busy_seconds"][0]
     assert all(line.startswith("  larger than the schedule's: ") for line in why)
-    peaks = ", ".join(f"{peak / 2**20:.0f}" for peak in summary["peak_memory_bytes"])
-    assert memory == f"peak memory by worker: {peaks} MiB"
+    peaks = ", ".join(f"{peak / 1e6:.0f}" for peak in summary["peak_memory_bytes"])
+    assert memory == f"peak memory by worker: {peaks} MB"
     assert where == f"run directory: {path}"
     assert weights == f"weights: {path}/checkpoints/step-00000006"
     # The commands of the summary work.
@@ -217,7 +217,7 @@ def test_a_bar_shows_the_evaluation_and_the_memory(jobs: Jobs) -> None:
     words = ("--stages", "2", "--steps", "2", "--evaluate-every", "1", "-v")
     with Terminal(jobs, *words, source=EVALUATES, columns=200) as terminal:
         until(lambda: re.search(r"step 1/2  [━╸╺]+  evaluating 3/7  loss", terminal.text))
-        until(lambda: re.search(r"memory [1-9]\d+, [1-9]\d+ MiB", terminal.text))
+        until(lambda: re.search(r"memory [1-9]\d+, [1-9]\d+ MB", terminal.text))
         (jobs.folder / "go").touch()
         assert terminal.wait(60) == 0
     (drawn,) = [line for line in terminal.shown if line.startswith("step")]

@@ -49,7 +49,7 @@ def test_the_figures_of_a_step() -> None:
 def test_the_memory_is_of_the_verbose_figures() -> None:
     memory = (5 << 20, 0)
     found = figures(ROW, None, "0:44 left", verbose=True, memory=memory)
-    assert [figure.text for figure in found][-2:] == ["memory 5, ? MiB", "0:44 left"]
+    assert [figure.text for figure in found][-2:] == ["memory 5, ? MB", "0:44 left"]
     assert figures(ROW, None, memory=memory) == figures(ROW, None)
 
 

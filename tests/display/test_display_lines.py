@@ -80,7 +80,7 @@ def test_a_job_says_at_once_that_it_starts() -> None:
 
 def test_lines_have_the_memory_if_they_are_verbose() -> None:
     activity = Activity((5 << 20, 6 << 20))
-    assert "  memory 5, 6 MiB" in Shown(verbose=True).at(0.0, activity, step(1))[0]
+    assert "  memory 5, 6 MB" in Shown(verbose=True).at(0.0, activity, step(1))[0]
     assert "memory" not in Shown().at(0.0, activity, step(1))[0]
 
 

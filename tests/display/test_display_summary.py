@@ -42,7 +42,7 @@ def test_results_and_continuation() -> None:
         "done: 60 steps in 12.3 s",
         "loss: 0.2500, best evaluation: 0.5000, after step 40",
         "bubble: 20.0% measured, 15.0% by the schedule",
-        "peak memory by worker: 1, 3 MiB",
+        "peak memory by worker: 1, 3 MB",
         "weights: /a/runs/x/checkpoints/step-00000060",
         "export: pipeworker export it",
         "best weights: /a/runs/x/checkpoints/step-00000040, after step 40",
@@ -103,7 +103,7 @@ def test_unknown_facts_are_left_out() -> None:
     newest = ended(loss=None, best=(60, "accuracy", 0.9), best_checkpoint=SUMMARY.checkpoint)
     assert better in newest
     assert not any("best weights" in line for line in newest)
-    assert "peak memory by worker: ?, 2 MiB" in ended(peak_memory=(0, 2**21))
+    assert "peak memory by worker: ?, 2 MB" in ended(peak_memory=(0, 2**21))
 
 
 def test_a_job_without_a_checkpoint_starts_again() -> None:

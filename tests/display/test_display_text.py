@@ -14,13 +14,14 @@ from pipeworker.display.text import (
     counts,
     data_size,
     duration,
-    mebibytes,
+    megabytes,
     number,
     sanitize,
     shell_join,
     strict,
     table,
 )
+from pipeworker.plan.figures import bytes_text
 
 
 @pytest.mark.parametrize(
@@ -96,8 +97,10 @@ def test_data_size() -> None:
     assert [*map(data_size, sizes)] == ["0B", "5B", "1023B", "1.0K", "10K", "1.0M", "15G"]
 
 
-def test_mebibytes() -> None:
-    assert mebibytes([2**20, 0, 3 * 2**20]) == "1, ?, 3 MiB"
+def test_megabytes() -> None:
+    sizes = [1_000_000, 0, 371_000_000]
+    assert megabytes(sizes) == "1, ?, 371 MB"
+    assert bytes_text(sizes[-1]) == "371 MB"  # as a plan has it
 
 
 def test_columns_of_a_table_are_aligned() -> None:

@@ -144,7 +144,7 @@ def test_a_run_that_is_done(begin: Callable[..., RunDir], tmp_path: Path) -> Non
         "loss 0.5000  accuracy 0.2500  after step 2, the best",
         "time": "2.5 s",
         "bubble": "25.0% measured",
-        "memory": "3, 5 MiB by worker",
+        "memory": "3, 5 MB by worker",
         "checkpoints": "step-00000002  loss 0.5000 in evaluation, the best\nstep-00000004",
         "weights": str(made.checkpoints.at(4)),
         "to export": f"pipeworker export {path} weights.safetensors",
