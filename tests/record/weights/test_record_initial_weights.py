@@ -167,6 +167,17 @@ def test_a_weight_that_is_not_dense_is_refused(tmp_path: Path, change: Any, kind
         load(pickled(state, tmp_path), stages(net(1)))
 
 
+def test_weights_that_were_saved_on_an_accelerator_are_read_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, made = net(0).state_dict(), net(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.serialization, "location_tag", lambda storage: "cuda:7")
+        path = pickled(state, tmp_path)
+    assert load(path, stages(made)) == [0]
+    assert torch.equal(made.get_parameter("embed.weight"), state["embed.weight"])
+
+
 def test_each_stage_names_its_own_mismatches(tmp_path: Path) -> None:
     state = net(0).state_dict()
     del state["embed.bias"], state["head.bias"], state["head.weight"]
