@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import accumulate, combinations, pairwise, product
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from pipeworker.plan.placement import Placement
 from pipeworker.plan.planner import balance as balances
 from pipeworker.plan.planner.balance import lacking, search_balance
 from pipeworker.plan.planner.costs import stage_costs
-from pipeworker.plan.planner.planner import plan_order
+from pipeworker.plan.planner.planner import listed, plan_order
 from pipeworker.plan.planner.stages import Divisions
 from pipeworker.plan.schedule import Pairs, StageEnds
 from pipeworker.plan.simulate import simulate
@@ -343,3 +344,31 @@ def test_a_balance_with_other_modes_makes_anew_the_actions_of_their_workers_alon
     monkeypatch.setattr(StageEnds, "of", staticmethod(counted))
     found = divisions.judge((1, 2, 3, 2, 2, 2))
     assert made == [stage for stage, mode in enumerate(found.modes) if mode != "never"] == [2]
+
+
+def test_a_plan_must_fit_if_anything_of_it_is_chosen() -> None:
+    facts = network([layer(parameter_bytes=100)] * 4, 150, 2)
+    arguments = facts, resolve("gpipe"), Placement.identity(2), 4
+    given: dict[str, Any] = {"balance": (2, 2), "recompute": ("never",) * 2}
+    for name in given:
+        with pytest.raises(UsageError, match="does not fit into the memory"):
+            plan_order(*arguments, **{name: given[name]})
+    assert "does not fit into the memory" in plan_order(*arguments, **given).lacking
+    assert plan_order(*arguments, balance="even", strict=False).balance == (2, 2)
+
+
+def test_the_reason_of_a_recompute_is_the_worker_that_lacks_the_most() -> None:
+    facts = network([layer(saved_bytes=size) for size in (100, 10, 1000, 10)])
+    arguments = resolve("gpipe"), Placement.identity(2), 4
+    facts = replace(facts, limits=(200, 3900))  # 440 without a recompute, and 4040
+    plan = plan_order(facts, *arguments, balance=(2, 2))
+    assert set(plan.recompute) <= {"always", "except_first"}
+    assert plan.why == ("recompute on stages 0 and 1: 440 B without, of 200 B",)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "shown"),
+    [([3], "3"), ([0, 1], "0 and 1"), ([0, 1, 5], "0, 1 and 5"), ([2, 3, 4, 5], "2 to 5")],
+)
+def test_numbers_of_stages_are_listed(numbers: list[int], shown: str) -> None:
+    assert listed(numbers) == shown
