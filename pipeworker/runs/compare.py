@@ -50,6 +50,7 @@ def _facts(runs: tuple[Run, Run]) -> dict[str, Any]:
         for file, figure in (("metrics", "loss"), ("evaluation", name))
     )
     lasts = [run.record.last for run in runs]
+    jobs = [last.get("job") for last in lasts]
     return {
         "runs": [str(run.path) for run in runs],
         "options": {
@@ -58,7 +59,9 @@ def _facts(runs: tuple[Run, Run]) -> dict[str, Any]:
         "arguments": [list(run.option("arguments") or ()) for run in runs],
         "job_file": {
             "same": lasts[0].get("job_sha256") == lasts[1].get("job_sha256"),
-            "copies": [str(run.path / str(run.record.last.get("job"))) for run in runs],
+            "copies": [
+                job and str(run.path / str(job)) for run, job in zip(runs, jobs, strict=True)
+            ],
         },
         "versions": _different(*(last.get("versions") or {} for last in lasts)),
         "host": _different(
@@ -125,7 +128,11 @@ def _text(facts: Mapping[str, Any]) -> Iterable[str]:
     yield from _block("versions that differ", names, others, "versions and hosts are the same")
     yield ""
     same, copies = facts["job_file"]["same"], facts["job_file"]["copies"]
-    yield "the job files are the same" if same else f"job files differ: diff {shell_join(copies)}"
+    if None in copies:
+        yield "a run has no copy of its job file"
+    else:
+        shown = f"job files differ: diff {shell_join(copies)}"
+        yield "the job files are the same" if same else shown
     yield ""
     formats = {
         "loss": number,

@@ -355,3 +355,12 @@ def test_prune_names_what_it_cannot_use(folder: Path, monkeypatch: pytest.Monkey
 def test_prune_says_what_it_would_keep(folder: Path) -> None:
     for words in ((), ("--keep-weights", "--remove-weights")):
         assert refused("prune", "runs", *words).startswith("prune: choose one of --keep-weights, ")
+
+
+def test_a_run_without_a_copy_of_its_job_file_is_compared(folder: Path) -> None:
+    """As one of a script that standard input or an interactive interpreter has read."""
+    path = Path("runs/b/run.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "job": None, "job_sha256": None}))
+    assert "a run has no copy of its job file" in run("compare", "runs/a", "runs/b").splitlines()
+    found = json.loads(run("compare", "--json", "runs/a", "runs/b"))
+    assert found["job_file"] == {"same": False, "copies": ["runs/a/job.py", None]}
