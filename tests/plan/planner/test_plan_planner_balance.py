@@ -18,10 +18,12 @@ from pipeworker.plan.orders import Order, resolve
 from pipeworker.plan.partition import even, ranges
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planner import balance as balances
+from pipeworker.plan.planner import stages
 from pipeworker.plan.planner.balance import lacking, search_balance
 from pipeworker.plan.planner.costs import stage_costs
 from pipeworker.plan.planner.planner import listed, plan_order
 from pipeworker.plan.planner.stages import Divisions
+from pipeworker.plan.planner.step_graph import StepGraph
 from pipeworker.plan.schedule import Pairs, StageEnds
 from pipeworker.plan.simulate import simulate
 from support.draws import draws
@@ -110,6 +112,23 @@ def test_a_local_search_comes_close_to_the_search_balance(
         lost.append(found / best - 1)
     assert max(lost) < 0.05
     assert sum(lost) / len(lost) < 0.01
+
+
+def test_the_graphs_of_steps_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where backwards are split, the graph depends on what is recomputed."""
+    built: list[StepGraph] = []
+
+    def build(*arguments: Any, **words: Any) -> StepGraph:
+        built.append(StepGraph(*arguments, **words))
+        return built[-1]
+
+    monkeypatch.setattr(stages, "StepGraph", build)
+    monkeypatch.setattr(stages, "_GRAPHS", 2)
+    facts, order = network([layer()] * 4), resolve("zb-h1")
+    divisions = Divisions(facts, order, order.place(2), 4)
+    for mode in ("never", "always", "never", "except_first", "never", "always"):
+        divisions._graph((2, 2), (mode, mode))
+    assert len(built) == 4
 
 
 def test_cuts_move_to_where_little_is_sent() -> None:
