@@ -356,6 +356,19 @@ def allocator_snapshot(device: torch.device) -> Any:
     return None if snapshot is None else snapshot()
 
 
+def call_before_hooks(tensor: torch.Tensor, call: Callable[[], None]) -> None:
+    """Have backward call a function when it reaches a tensor with a graph, before its hooks."""
+    hooks = tensor._backward_hooks
+    if not hooks:
+        assert tensor.grad_fn is not None
+        tensor.grad_fn.register_prehook(lambda _: call())
+        return
+    others = dict(hooks)
+    hooks.clear()
+    tensor.register_hook(lambda _: call())  # type: ignore[no-untyped-call]
+    hooks.update(others)
+
+
 def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     """Make a parameter's hooks run for the tensor that replaces it."""
     target._backward_hooks = source._backward_hooks

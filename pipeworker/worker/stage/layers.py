@@ -18,7 +18,11 @@ from pipeworker.host.position import Tracker
 from pipeworker.job.options import Options
 from pipeworker.plan.ties import MODEL
 from pipeworker.worker import blame
-from pipeworker.worker.internals import allow_any_number_of_graphs, calling_around_compilations
+from pipeworker.worker.internals import (
+    allow_any_number_of_graphs,
+    call_before_hooks,
+    calling_around_compilations,
+)
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.backward_streams import BackwardStreams
 from pipeworker.worker.stage.borrowed import Borrowing
@@ -275,9 +279,10 @@ class Layers:
         """
         tensor = value if isinstance(value, torch.Tensor) else first_in_graph(value)
         node = tensor.grad_fn if tensor is not None else None
-        if node is None or node is previous:
+        if tensor is None or node is None or node is previous:
             return previous
-        node.register_prehook(lambda _: self.enter_backward(microbatch, layer))
+        # A hook of the layer on its output may draw.
+        call_before_hooks(tensor, lambda: self.enter_backward(microbatch, layer))
         return node
 
     def enter_backward(self, microbatch: int, layer: int) -> None:

@@ -38,6 +38,17 @@ class Noisy(nn.Linear):
         return out
 
 
+class NoisyOutput(nn.Linear):
+    """A layer whose hook on its own output adds noise to the gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        out.register_hook(  # type: ignore[no-untyped-call]
+            lambda gradient: gradient + torch.randn_like(gradient)
+        )
+        return out
+
+
 def hooked() -> nn.Module:
     layer = nn.Linear(WIDTH, WIDTH)
     layer.weight.register_hook(  # type: ignore[no-untyped-call]
@@ -48,7 +59,7 @@ def hooked() -> nn.Module:
 
 def layers() -> list[nn.Module]:
     made = [nn.Linear(WIDTH, WIDTH), Noisy(WIDTH, WIDTH), nn.Tanh(), hooked(), nn.Dropout()]
-    return [*made, Noisy(WIDTH, WIDTH)]
+    return [*made, NoisyOutput(WIDTH, WIDTH), nn.Tanh(), Noisy(WIDTH, WIDTH)]
 
 
 def trained(stages: int, mode: Any) -> Any:
