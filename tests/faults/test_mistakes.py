@@ -218,3 +218,12 @@ def test_accelerators_are_not_counted_by_a_module_beside_the_job(
     monkeypatch.chdir(tmp_path)
     with suppress(UsageError):  # this host may have none
         assert default_stages(1) < 1234
+
+
+@pytest.mark.parametrize(("replicas", "stages"), [(1, 8), (2, 4), (3, 2), (16, 1)])
+def test_the_default_is_a_stage_for_each_accelerator_of_a_replica(
+    monkeypatch: pytest.MonkeyPatch, replicas: int, stages: int
+) -> None:
+    answer = subprocess.CompletedProcess[str]([], 0, "8\n", "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    assert default_stages(replicas) == stages

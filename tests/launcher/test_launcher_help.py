@@ -27,6 +27,7 @@ def run(*words: str, command: click.Command = cli.main) -> Result:
             "--stages: an option of launch; did you mean `pipeworker l",
         ),
         (("lanch", "job.py"), "lanch: no such command; did you mean launch?"),
+        (("nodes",), "nodes: no such command; use cancel, checkpoint, "),  # node is hidden
         (("run", "job.py"), "run: no such command; did you mean launch?"),
         (("resume", "runs/a"), "resume: no such command; did you mean launch --resume?"),
         (("--stags",), "no such option"),
