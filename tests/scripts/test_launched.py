@@ -77,7 +77,10 @@ def test_every_option_of_the_command_is_known() -> None:
     ("options", "advice"),
     [
         ({"lr": 3}, "lr: no such option; is it for the job file? Write: arguments=['--lr', '3']"),
-        ({"from_zero": True}, "from_zero: no such option; is it for the job file? Write: arg"),
+        (
+            {"from_zero": True},
+            "from_zero: no such option; is it for the job file? Write: arguments=['--from-zero']",
+        ),
         ({"stage": 3}, "stage: no such option; did you mean stages?"),
         ({"read_data": "once"}, "read_data: this option was renamed; use data_reader, where once"),
         ({"init_partial": True}, "init_partial: this option was renamed; use init_strict=False "),
@@ -222,40 +225,70 @@ def test_the_error_of_the_command_is_raised(
 
 
 INTERRUPTED = """
+import os
 import signal
 import threading
 
-interrupted = threading.Event()
-signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+interrupted = threading.Semaphore(0)
+signal.signal(signal.SIGINT, lambda *_: interrupted.release())
+print("leads its session:", os.getsid(0) == os.getpid())
 print("begun", flush=True)
-interrupted.wait()
+interrupted.acquire()
+"""
+TWICE = """
+print("again", flush=True)
+interrupted.acquire()
 """
 
 
-@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize(
+    ("saved", "more"),
+    [(True, ""), (False, ""), (False, TWICE)],
+    ids=["saved", "not saved", "interrupted again"],
+)
 def test_an_interrupt_is_passed_on_and_raised_when_the_job_has_ended(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     saved: bool,
+    more: str,
 ) -> None:
     end = {"event": "end", "checkpoint": "R/c" if saved else None, "checkpoint_step": 7}
-    program = tmp_path / "program"
+    program, ended = tmp_path / "program", tmp_path / "ended"
     # A shell could not trap a signal that is ignored when it starts, as in a job of the background.
-    program.write_text(f"#!{sys.executable}\n{INTERRUPTED}print({json.dumps(end)!r})\nexit(130)\n")
+    last = f"print({json.dumps(end)!r})\nopen({str(ended)!r}, 'w')\nexit(130)\n"
+    program.write_text(f"#!{sys.executable}\n{INTERRUPTED}{more}{last}")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     shown: list[str] = []
 
     def line(self: JobProgress, text: str, *, error: bool = False) -> None:
         shown.append(text)
-        if text == "begun":
+        if text in ("begun", "again"):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(JobProgress, "line", line)
     with pytest.raises(KeyboardInterrupt):
         pipeworker.launch("job.py")
     how = "interrupted: step 7 is saved in R/c; resume=True continues"
-    assert shown == ["begun", *([how] if saved else [])]
+    first = "leads its session: True"  # else Ctrl-C would reach it from the terminal as well
+    assert ended.exists()
+    assert shown == [first, "begun", *(["again"] if more else []), *([how] if saved else [])]
+
+
+def test_a_job_ends_if_it_cannot_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, ended = tmp_path / "program", tmp_path / "ended"
+    program.write_text(f"#!{sys.executable}\n{INTERRUPTED}open({str(ended)!r}, 'w')\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+    def line(self: JobProgress, text: str, *, error: bool = False) -> None:
+        if text == "begun":
+            raise BrokenPipeError
+
+    monkeypatch.setattr(JobProgress, "line", line)
+    with pytest.raises(BrokenPipeError):
+        pipeworker.launch("job.py")
+    assert ended.exists()
 
 
 def test_a_command_that_only_submits_the_job_is_an_error(
