@@ -25,10 +25,15 @@ class BackwardStreams:
         self._watched = _WATCHED
         self._draws = False
         self._before: Any = None
+        self._layer: int | None = None
 
     def enter(self, step: int, number: int, layer: int) -> None:
-        """Seed what the backward of a layer draws; `number` is that of the micro-batch."""
-        if self._watched or self._draws:
+        """Seed what the backward of a layer draws; `number` is that of the micro-batch.
+
+        A backward enters a layer by each of its outputs, and the first one counts.
+        """
+        if (self._watched or self._draws) and layer != self._layer:
+            self._layer = layer
             self._look()
             rng.seed_all(rng.backward_seed(self._seed, step, number, layer), self._accelerator)
             if self._watched and not self._draws:
@@ -36,6 +41,7 @@ class BackwardStreams:
 
     def leave(self) -> None:
         """End the backward of a micro-batch."""
+        self._layer = None
         self._look()
         self._watched = max(0, self._watched - 1)
 

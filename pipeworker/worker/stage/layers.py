@@ -29,7 +29,7 @@ from pipeworker.worker.stage.borrowed import Borrowing
 from pipeworker.worker.stage.cut.part import Part
 from pipeworker.worker.stage.shared_buffers import Place
 from pipeworker.worker.stage.skips import StageSkips, Table
-from pipeworker.worker.stage.values import describe, first_in_graph, is_checked
+from pipeworker.worker.stage.values import describe, distinct_tensors, is_checked
 
 Backend = Callable[..., Any]
 _KERNELS = "inductor"
@@ -205,7 +205,7 @@ class Layers:
         seed, number = self._seed, self._number + microbatch
         autocast = self.autocast
         seed_of = rng.layer_seed if train else rng.evaluation_seed
-        node: Any = None
+        nodes: Sequence[Any] = ()
         calls = self._calls
         if self._borrowing is not None and self._is_watched(train):
             calls = [*self._watching(self._borrowing)]
@@ -226,7 +226,7 @@ class Layers:
                 blame.reject_none(value, before, name, error)
                 blame.blame_user(name, error, note=f"its input was {describe(value)}")
             if index != last_layer:
-                node = self._mark(value, node, microbatch, index)
+                nodes = self._mark(value, nodes, microbatch, index)
         return value
 
     def _is_watched(self, train: bool) -> bool:
@@ -244,7 +244,7 @@ class Layers:
         """Run the layers of a cut module in one run of its own forward."""
         at, number = self.first, self._number + microbatch
         seed_of = rng.layer_seed if train else rng.evaluation_seed
-        node: Any = None
+        nodes: Sequence[Any] = ()
         run: Callable[..., Any] = self._parts[0].cut.run
         if self._borrowing is not None and self._is_watched(train):
             every = nn.ModuleList([*self.modules, self._parts[0].cut.module])
@@ -258,11 +258,11 @@ class Layers:
             rng.seed_all(seed_of(self._seed, self._step, number, layer), self._accelerator)
 
         def leave(layer: int, out: Any) -> None:
-            nonlocal node
+            nonlocal nodes
             if self.autocast is not None:
                 torch.clear_autocast_cache()
             if layer != self.last_layer:
-                node = self._mark(out, node, microbatch, layer)
+                nodes = self._mark(out, nodes, microbatch, layer)
 
         try:
             with self.autocast or nullcontext():
@@ -272,18 +272,25 @@ class Layers:
         except BaseException as error:
             blame.blame_user(self.name_of(at), error)
 
-    def _mark(self, value: Any, previous: Any, microbatch: int, layer: int) -> Any:
-        """Make backward record that it enters a layer when it reaches the layer's output.
+    def _mark(
+        self, value: Any, previous: Sequence[Any], microbatch: int, layer: int
+    ) -> Sequence[Any]:
+        """Make backward record that it enters a layer when it reaches one of the layer's outputs.
 
-        The last layer needs no mark: backward begins there.
+        The last layer needs no mark: backward begins there. Outputs that the layer returns as it
+        got them have nodes of the `previous` layer's outputs, and are not its own.
+
+        Returns:
+            The nodes of the outputs.
         """
-        tensor = value if isinstance(value, torch.Tensor) else first_in_graph(value)
-        node = tensor.grad_fn if tensor is not None else None
-        if tensor is None or node is None or node is previous:
-            return previous
-        # A hook of the layer on its output may draw.
-        call_before_hooks(tensor, lambda: self.enter_backward(microbatch, layer))
-        return node
+        nodes = []
+        for tensor in distinct_tensors(value):
+            node = tensor.grad_fn
+            if node is not None:
+                nodes.append(node)
+                if node not in previous:  # a hook of the layer on the tensor may draw
+                    call_before_hooks(tensor, lambda: self.enter_backward(microbatch, layer))
+        return nodes
 
     def enter_backward(self, microbatch: int, layer: int) -> None:
         """Note that the backward of a micro-batch has come to a layer, and seed what it draws."""

@@ -38,11 +38,6 @@ def versions(value: Any) -> list[int]:
     return [version_of(tensor) for tensor in distinct_tensors(value)]
 
 
-def first_in_graph(value: Any) -> torch.Tensor | None:
-    """Return the first tensor of a value that has a node in the graph."""
-    return next((t for t in distinct_tensors(value) if t.grad_fn is not None), None)
-
-
 _MOST_SHOWN = 16
 """Number of a container's entries that are shown."""
 

@@ -12,7 +12,6 @@ from pipeworker.worker.stage.values import (
     checksums,
     describe,
     distinct_tensors,
-    first_in_graph,
     map_tensors,
     replace_tensors,
     versions,
@@ -80,13 +79,6 @@ def test_changes_in_place_are_seen() -> None:
     before = versions(value)
     value[1][0].add_(1)
     assert [now - old for now, old in zip(versions(value), before, strict=True)] == [0, 1]
-
-
-def test_the_first_tensor_with_a_graph() -> None:
-    leaf = torch.ones(2, requires_grad=True)
-    made = leaf * 1
-    assert first_in_graph([x, leaf, made, made * 1]) is made
-    assert first_in_graph([x, leaf]) is None
 
 
 def test_checksums_tell_dense_tensors_apart_and_leave_others_out() -> None:
