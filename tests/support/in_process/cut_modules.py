@@ -35,11 +35,20 @@ def cut(module: nn.Module, batch: Any) -> tuple[CutPlan, list[nn.Module]]:
 
 
 def pipeline_of(
-    module: nn.Module, batches: list[Any], loss: Any, stages: int, mode: str
+    module: nn.Module,
+    batches: list[Any],
+    loss: Any,
+    stages: int,
+    mode: str,
+    *,
+    microbatches: int = 2,
 ) -> Pipeline:
     plan, layers = cut(copy.deepcopy(module), batches[0])
     way = filled(Placement.identity(stages), mode)
-    return Pipeline(layers, loss, batches, way, microbatches=2, skips=plan.skips(), optimizer=sgd)
+    skips = plan.skips()
+    return Pipeline(
+        layers, loss, batches, way, microbatches=microbatches, skips=skips, optimizer=sgd
+    )
 
 
 class Whole(nn.Module):
