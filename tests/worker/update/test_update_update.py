@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,39 +19,7 @@ from pipeworker.worker.blame import UserCodeError
 from pipeworker.worker.stage import rng
 from pipeworker.worker.update.ties import Ties
 from pipeworker.worker.update.update import Updater
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.5)
-
-
-def make(
-    layers: Sequence[nn.Module],
-    optimizer: Any = sgd,
-    scheduler: Any = None,
-    *,
-    first: int = 0,
-    clip_value: float | None = None,
-    **job: Any,
-) -> Updater:
-    made = JobFile(None, never, optimizer, None, scheduler, **job)
-    return Updater(layers, first, made, seed=5, clip_value=clip_value)
-
-
-def never(*_: Any) -> Any:
-    raise AssertionError("not to be called")
-
-
-def layer(*gradients: float | None) -> nn.Module:
-    """Return a layer with one parameter of one element (1.0) for each gradient."""
-    made = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in gradients])
-    for parameter, gradient in zip(made.parameters(), gradients, strict=True):
-        parameter.grad = None if gradient is None else torch.tensor([gradient])
-    return made
-
-
-def weights(made: nn.Module) -> list[float]:
-    return [parameter.item() for parameter in made.parameters()]
+from support.in_process.updates import layer, make_updater, never, sgd, weights
 
 
 def test_each_parameter_is_in_the_optimizer_of_one_replica() -> None:
@@ -73,24 +39,14 @@ def test_each_parameter_is_in_the_optimizer_of_one_replica() -> None:
     assert not set(map(id, layers[1].parameters())) & {one for shard in shards for one in shard}
 
 
-def test_the_place_of_the_learning_rate_is_that_of_the_first_parameter_of_the_part() -> None:
-    layers = [nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 2)]
-    layers[0].requires_grad_(requires_grad=False)
-    job = JobFile(None, never, sgd, None, None)
-    whole = Updater(layers, 5, job)
-    parts = [Updater(layers, 5, job, replica=number, replicas=2) for number in (0, 1)]
-    assert whole.leading_place == (6, 0)
-    assert sorted(part.leading_place for part in parts) == [(6, 0), (6, 1)]
-
-
 def test_parameters_are_each_once_in_model_order() -> None:
     a, b = nn.Linear(2, 3), nn.Linear(3, 3)
-    assert make([a, nn.ReLU(), b, a]).parameters == [a.weight, a.bias, b.weight, b.bias]
+    assert make_updater([a, nn.ReLU(), b, a]).parameters == [a.weight, a.bias, b.weight, b.bias]
 
 
 def test_the_update_is_scaled_and_clears() -> None:
     made = layer(2.0, None, 4.0)
-    updater = make([made], sgd)
+    updater = make_updater([made], sgd)
     updater.apply(Update(1, scale=0.25))
     assert weights(made) == [0.75, 1.0, 0.5]
     assert all(parameter.grad is None for parameter in made.parameters())
@@ -98,7 +54,7 @@ def test_the_update_is_scaled_and_clears() -> None:
 
 def test_a_frozen_stage_that_begins_to_train_is_an_error() -> None:
     made = layer(None, None).requires_grad_(False)
-    updater = make([made], never, first=3)
+    updater = make_updater([made], never, first=3)
     updater.apply(Update(1))
     next(made.parameters()).requires_grad_(True)
     with pytest.raises(UsageError, match="of layers 3 to 3 requires grad now, while none did"):
@@ -111,14 +67,14 @@ def test_a_scale_of_one_leaves_the_gradients_alone() -> None:
     gradient = parameter.grad
     assert gradient is not None
     version = gradient._version
-    make([made], sgd, None).apply(Update(1, scale=1.0))
+    make_updater([made], sgd, None).apply(Update(1, scale=1.0))
     assert weights(made) == [0.5]
     assert gradient._version == version
 
 
 def test_what_divides_comes_before_what_scales() -> None:
     made = layer(3.0, 7.0)
-    make([made]).apply(Update(1, divisor=3.0, scale=0.5))
+    make_updater([made]).apply(Update(1, divisor=3.0, scale=0.5))
     expected = [1 - 0.5 * (torch.tensor(g) / 3 * 0.5).item() for g in (3.0, 7.0)]
     assert weights(made) == [torch.tensor(w).item() for w in expected]
 
@@ -128,7 +84,7 @@ def test_a_scale_is_not_rounded_to_the_dtype_of_the_gradient() -> None:
     made = nn.ParameterList([nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))])
     gradient = torch.linspace(1, 2, 64).bfloat16()
     made[0].grad = gradient.clone()
-    make([made]).apply(Update(1, scale=0.1056))
+    make_updater([made]).apply(Update(1, scale=0.1056))
     assert torch.equal(made[0], gradient.mul(0.1056).mul(-0.5))
 
 
@@ -143,20 +99,20 @@ def test_gradients_of_one_kind_are_divided_in_one_call(monkeypatch: pytest.Monke
     layers = [nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64), nn.Linear(2, 2)]
     for parameter in nn.ModuleList(layers).parameters():
         parameter.grad = torch.ones_like(parameter)
-    make(layers).apply(Update(1, divisor=3.0))
+    make_updater(layers).apply(Update(1, divisor=3.0))
     assert calls == [[torch.float32] * 4, [torch.float64] * 2]
 
 
 def test_clear_forgets_without_an_update() -> None:
     made = layer(1.0)
-    make([made], sgd, None).clear()
+    make_updater([made], sgd, None).clear()
     assert weights(made) == [1.0]
     assert [parameter.grad for parameter in made.parameters()] == [None]
 
 
 def test_squares_are_taken_in_float64_and_in_model_order() -> None:
     made = layer(3.0, None, 1e-30, 1e30)
-    assert make([made], sgd, None).squares() == pytest.approx([9.0, 1e-60, 1e60], rel=1e-6)
+    assert make_updater([made], sgd, None).squares() == pytest.approx([9.0, 1e-60, 1e60], rel=1e-6)
 
 
 def test_squares_of_a_large_gradient() -> None:
@@ -167,7 +123,7 @@ def test_squares_of_a_large_gradient() -> None:
     found = []
     for count in (1, 2):
         torch.set_num_threads(count)
-        found.append(make([linear], sgd, None).squares())
+        found.append(make_updater([linear], sgd, None).squares())
     torch.set_num_threads(threads)
     assert found[0] == found[1]  # each part is computed by one thread
     assert len(found[0]) > 1
@@ -185,27 +141,27 @@ def test_a_parameter_that_is_unfrozen_late_is_rejected_by_a_sharded_optimizer() 
     body.requires_grad_(True)
     with pytest.raises(UsageError, match="of layers 3 to 3 requires grad now, and did not at the"):
         updater.apply(Update(2))
-    make([one], first=3).apply(Update(2))
+    make_updater([one], first=3).apply(Update(2))
 
 
 def test_a_sparse_gradient_is_not_clipped_by_value() -> None:
     embedding = nn.Embedding(5, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(UsageError, match="--clip-grad-value: a parameter of layers 3 to 3 has a"):
-        make([embedding], first=3, clip_value=0.5).apply(Update(1))
+        make_updater([embedding], first=3, clip_value=0.5).apply(Update(1))
 
 
 def test_a_complex_gradient_is_not_clipped_by_value() -> None:
     made = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
     made[0].grad = torch.ones(2, dtype=torch.complex64)
     with pytest.raises(UsageError, match="has a complex gradient, which torch cannot clip"):
-        make([made], clip_value=0.5).apply(Update(1))
+        make_updater([made], clip_value=0.5).apply(Update(1))
 
 
 def test_squares_of_low_precision() -> None:
     linear = nn.Linear(100, 1, bias=False).half()
     linear.weight.grad = torch.full((1, 100), 300.0, dtype=torch.float16)
-    assert make([linear], sgd, None).squares() == pytest.approx([9e6])
+    assert make_updater([linear], sgd, None).squares() == pytest.approx([9e6])
 
 
 def test_squares_of_sparse_and_complex_gradients() -> None:
@@ -214,7 +170,7 @@ def test_squares_of_sparse_and_complex_gradients() -> None:
     embedding(torch.tensor([1, 1, 3])).sum().backward()
     wave = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
     wave[0].grad = torch.tensor([3 + 4j, 0]).conj()
-    updater = make([embedding, wave], sgd, None)
+    updater = make_updater([embedding, wave], sgd, None)
     assert updater.squares() == pytest.approx([2 * 4 + 2 * 1, 25])
     before = embedding.weight.detach().clone()
     updater.apply(Update(1, scale=0.5))
@@ -222,7 +178,7 @@ def test_squares_of_sparse_and_complex_gradients() -> None:
 
 
 def test_without_gradients_there_are_no_squares() -> None:
-    updater = make([layer(None)], sgd, None)
+    updater = make_updater([layer(None)], sgd, None)
     assert updater.squares() == []
     updater.apply(Update(1, scale=0.5))
 
@@ -231,7 +187,7 @@ def test_a_stage_without_parameters_has_no_optimizer() -> None:
     def never(_: Any) -> Any:
         pytest.fail("called")
 
-    updater = make([nn.ReLU(), nn.Identity()], never, never)
+    updater = make_updater([nn.ReLU(), nn.Identity()], never, never)
     assert updater.optimizers.returned is None
     assert math.isnan(updater.optimizers.learning_rate)
     assert updater.squares() == []
@@ -239,65 +195,23 @@ def test_a_stage_without_parameters_has_no_optimizer() -> None:
     updater.clear()
 
 
-def test_the_scheduler_steps_after_the_optimizer_once_a_step() -> None:
-    made = layer(1.0)
-    updater = make(
-        [made], sgd, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1)
-    )
-    rates = []
-    for _ in range(4):
-        for parameter in made.parameters():
-            parameter.grad = torch.ones(1)
-        rates.append(updater.optimizers.learning_rate)
-        updater.apply(Update(1, scale=1.0))
-    assert rates == pytest.approx([0.5, 0.5, 0.05, 0.05])
-    assert weights(made) == pytest.approx([1 - 2 * 0.5 - 2 * 0.05])
-
-
 @pytest.mark.parametrize("built", [None, 3, [sgd]])
 def test_an_optimizer_that_is_none(built: Any) -> None:
     what = "list with a function" if isinstance(built, list) else type(built).__name__
     with pytest.raises(UsageError, match=rf"returned an? {what}; return a"):
-        make([nn.Linear(1, 1)], lambda params: built)
-
-
-def test_a_scheduler_that_is_none() -> None:
-    with pytest.raises(UsageError, match=r"scheduler\(optimizer\) returned a NoneType"):
-        make([nn.Linear(1, 1)], sgd, lambda optimizer: None)
+        make_updater([nn.Linear(1, 1)], lambda params: built)
 
 
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
     other = nn.Linear(1, 1)
     with pytest.raises(UsageError, match="returned an SGD with none of `params`"):
-        make([nn.Linear(1, 1)], lambda params: sgd(other.parameters()))
+        make_updater([nn.Linear(1, 1)], lambda params: sgd(other.parameters()))
 
 
 def test_an_optimizer_may_choose_among_its_parameters_and_have_others() -> None:
     other = nn.Parameter(torch.ones(1))
-    made = make([nn.Linear(1, 1)], lambda params: sgd([params[1], other]))
+    made = make_updater([nn.Linear(1, 1)], lambda params: sgd([params[1], other]))
     assert made.optimizers.all
-
-
-def test_a_scheduler_of_another_optimizer_is_refused() -> None:
-    other = sgd([nn.Parameter(torch.ones(1))])
-    with pytest.raises(UsageError, match="returned a StepLR of another optimizer, so"):
-        make([nn.Linear(1, 1)], sgd, lambda _: torch.optim.lr_scheduler.StepLR(other, 1))
-
-
-def test_a_scheduler_whose_step_takes_the_epoch_is_refused() -> None:
-    """It would fail at the end of the first epoch."""
-
-    def step(epoch: int, metric: float | None = None) -> None:
-        raise AssertionError(epoch, metric)
-
-    made = SimpleNamespace(step=step, state_dict=dict, load_state_dict=print)
-    with pytest.raises(UsageError, match=r"a SimpleNamespace with step\(epoch, ...\); return"):
-        make([nn.Linear(1, 1)], sgd, lambda _: made)
-
-
-def test_a_scheduler_that_names_no_optimizer_is_let_through() -> None:
-    made = SimpleNamespace(step=lambda: None, state_dict=dict, load_state_dict=print)
-    assert make([nn.Linear(1, 1)], sgd, lambda _: made).optimizers.schedulers == [made]
 
 
 def test_who_raised_is_named() -> None:
@@ -305,14 +219,14 @@ def test_who_raised_is_named() -> None:
         raise ValueError("no")
 
     with pytest.raises(UserCodeError, match=r"^optimizer\(\) raised ValueError: no$"):
-        make([nn.Linear(1, 1)], raises)
+        make_updater([nn.Linear(1, 1)], raises)
     with pytest.raises(UserCodeError, match=r"^scheduler\(\) raised ValueError: no$"):
-        make([nn.Linear(1, 1)], sgd, raises)
+        make_updater([nn.Linear(1, 1)], sgd, raises)
 
 
 def test_lbfgs_is_refused() -> None:
     with pytest.raises(UsageError, match="an LBFGS, which evaluates the model inside its step"):
-        make([nn.Linear(1, 1)], torch.optim.LBFGS, None)
+        make_updater([nn.Linear(1, 1)], torch.optim.LBFGS, None)
 
 
 def test_the_optimizer_is_given_a_list_it_may_read_twice() -> None:
@@ -322,7 +236,7 @@ def test_the_optimizer_is_given_a_list_it_may_read_twice() -> None:
         both: list[dict[str, Any]] = [{"params": large, "lr": 2.0}, {"params": small}]
         return torch.optim.SGD(both, lr=1.0)
 
-    updater = make([nn.Linear(2, 2)], groups, None)
+    updater = make_updater([nn.Linear(2, 2)], groups, None)
     assert updater.optimizers.learning_rate == 2.0
     (optimizer,) = updater.optimizers.all
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1]
@@ -330,14 +244,14 @@ def test_the_optimizer_is_given_a_list_it_may_read_twice() -> None:
 
 def test_elements_are_clipped_after_the_scale() -> None:
     made = layer(2.0, -8.0)
-    make([made], clip_value=0.75).apply(Update(1, scale=0.25))
+    make_updater([made], clip_value=0.75).apply(Update(1, scale=0.25))
     assert weights(made) == [1 - 0.5 * 0.5, 1 + 0.5 * 0.75]
 
 
 def test_without_a_gradient_nothing_is_clipped() -> None:
     """A step may leave all layers of a stage unused."""
     made = layer(None, None)
-    make([made], clip_value=0.75).apply(Update(1))
+    make_updater([made], clip_value=0.75).apply(Update(1))
     assert weights(made) == [1, 1]
 
 
@@ -352,7 +266,7 @@ def test_before_update_sees_a_layer_at_a_time_under_a_stream_of_its_own() -> Non
 
         layers = [layer(1.0, 1.0), layer(None), nn.ReLU(), layer(1.0)][first:][:count]
         torch.manual_seed(first)
-        make(layers, first=first, before_update=noise).apply(Update(step, scale=1.0))
+        make_updater(layers, first=first, before_update=noise).apply(Update(step, scale=1.0))
         return seen
 
     whole = drawn(first=0, count=4, step=3)
@@ -375,7 +289,7 @@ def test_an_optimizer_draws_from_a_stream_of_its_own() -> None:
         def schedule(optimizer: Any) -> Any:
             return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: torch.rand(()).item())
 
-        updater = make([layer(1.0)], noisy, schedule, scheduler_interval="epoch")
+        updater = make_updater([layer(1.0)], noisy, schedule, scheduler_interval="epoch")
         torch.manual_seed(before)
         updater.apply(Update(step))
         torch.manual_seed(before)
@@ -421,7 +335,7 @@ def test_what_an_update_draws_on_an_accelerator_does_not_depend_on_what_ran_befo
 
     for before in range(2):
         accelerator.manual_seed(before)
-        make([layer(1.0)], noisy, before_update=draw).apply(Update(1, scale=1.0))
+        make_updater([layer(1.0)], noisy, before_update=draw).apply(Update(1, scale=1.0))
     assert seen[:2] == seen[2:]
     assert seen[0] != seen[1]
 
@@ -436,7 +350,7 @@ def test_before_update_sees_gradients_scaled_and_clipped() -> None:
             parameter.grad.zero_()
 
     made = layer(4.0, 100.0)
-    make([made], clip_value=2.0, before_update=look).apply(Update(1, scale=0.25))
+    make_updater([made], clip_value=2.0, before_update=look).apply(Update(1, scale=0.25))
     assert seen == [1.0, 2.0]
     assert weights(made) == [1.0, 1.0]
 
@@ -449,74 +363,6 @@ def test_names_are_those_of_the_whole_model() -> None:
         return torch.optim.SGD(given.values(), lr=0.5)
 
     first, second = nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 1, bias=False))
-    make([first, second], optimizer, first=7)
+    make_updater([first, second], optimizer, first=7)
     assert list(given) == ["7.weight", "7.bias", "8.1.weight"]
     assert given["8.1.weight"] is second[1].weight
-
-
-def test_an_overflow_skips_the_optimizer_and_not_the_scheduler() -> None:
-    made = layer(2.0)
-    updater = make([made], sgd, lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5))
-    updater.apply(Update(1, scale=1.0))
-    made.get_parameter("0").grad = torch.tensor([2.0])
-    updater.apply(Update(2, scale=1.0, overflow=True))
-    assert weights(made) == [0.0]
-    assert updater.optimizers.learning_rate == 0.125
-    assert all(parameter.grad is None for parameter in made.parameters())
-
-
-def test_a_scheduler_by_epoch_steps_when_one_ends() -> None:
-    made = layer(1.0)
-    updater = make(
-        [made],
-        sgd,
-        lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5),
-        scheduler_interval="epoch",
-    )
-    rates = []
-    for step in range(1, 5):
-        updater.apply(Update(step, scale=1.0, epoch_ended=step % 2 == 0))
-        rates.append(updater.optimizers.learning_rate)
-    assert rates == [0.5, 0.25, 0.25, 0.125]
-    updater.end_epoch(4)  # by the user's own loop
-    assert updater.optimizers.learning_rate == 0.0625
-
-
-@pytest.mark.parametrize(("interval", "kind"), [("step", "exponential"), ("epoch", "plateau")])
-def test_the_end_of_an_epoch_steps_no_other_scheduler(interval: str, kind: str) -> None:
-    schedulers = torch.optim.lr_scheduler
-    chosen: Any = {
-        "exponential": lambda opt: schedulers.ExponentialLR(opt, 0.5),
-        "plateau": lambda opt: schedulers.ReduceLROnPlateau(opt, factor=0.5, patience=0),
-    }[kind]
-    updater = make([layer(1.0)], sgd, chosen, scheduler_interval=interval)
-    before = updater.states[0].schedule
-    updater.end_epoch(1)
-    assert updater.states[0].schedule == before
-
-
-def test_a_plateau_for_a_figure_of_which_more_is_better_leaves_the_loss_alone() -> None:
-    def plateau(opt: torch.optim.Optimizer) -> Any:
-        return torch.optim.lr_scheduler.ReduceLROnPlateau(opt, "max", factor=0.5, patience=0)
-
-    updater = make([layer(1.0)], sgd, plateau)
-    assert updater.optimizers.wants_more
-    rates = []
-    for loss, best in ((1.0, 0.5), (1.0, 0.6), (0.5, None), (0.4, 0.6), (0.7, 0.7)):
-        updater.optimizers.report_evaluation(loss, best)
-        rates.append(updater.optimizers.learning_rate)
-    assert rates == [0.5, 0.5, 0.25, 0.125, 0.125]
-
-
-def test_a_plateau_looks_at_the_evaluation_alone() -> None:
-    def plateau(opt: torch.optim.Optimizer) -> Any:
-        return torch.optim.lr_scheduler.ReduceLROnPlateau(opt, factor=0.5, patience=0)
-
-    updater = make([layer(1.0)], sgd, plateau)
-    assert updater.optimizers.wants_metric
-    for step in range(1, 4):
-        updater.apply(Update(step, scale=1.0))
-    assert updater.optimizers.learning_rate == 0.5
-    for loss in (1.0, 0.9, 0.9):
-        updater.optimizers.report_evaluation(loss)
-    assert updater.optimizers.learning_rate == 0.25
