@@ -165,19 +165,27 @@ def read(reader: Reader, count: int) -> list[Any]:
     return seen
 
 
-def resumed(make: Callable[[], Any], at: int, *, prefetched: bool) -> tuple[Reader, list[Any]]:
-    """Return a new reader, resumed after `at` mini-batches, and what it must read."""
-    uncut = reader(make)
-    read(uncut, at + prefetched)
-    position = round_trip(uncut.position(prefetched=prefetched))
-    uncut = reader(make)
-    expected = read(uncut, at + LENGTH + 1)[at:]
+def resumed(
+    make: Callable[[], Any], *places: tuple[int, bool]
+) -> Iterator[tuple[Reader, list[Any]]]:
+    """Yield new readers, each resumed at one of the places, and what it must read.
+
+    Args:
+        places: numbers of mini-batches, and whether one more is prefetched; in reading order.
+    """
+    uncut, positions = reader(make), []
+    seen: list[Any] = []
+    for at, prefetched in places:
+        seen += read(uncut, at + prefetched - len(seen))
+        positions.append(round_trip(uncut.position(prefetched=prefetched)))
+    seen += read(uncut, LENGTH + 1)
     del uncut
-    loaded.zero_()
-    again = reader(make)
-    again.measure()  # for a scheduler that asks for the number of steps
-    again.restore(position)
-    return again, expected
+    for (at, _), position in zip(places, positions, strict=True):
+        loaded.zero_()
+        again = reader(make)
+        again.measure()  # for a scheduler that asks for the number of steps
+        again.restore(position)
+        yield again, seen[at:][: LENGTH + 1]
 
 
 def check(again: Reader, expected: list[Any]) -> None:
@@ -186,12 +194,14 @@ def check(again: Reader, expected: list[Any]) -> None:
         assert torch.equal(seen[1], x)
 
 
+PLACES = sorted(itertools.product((1, LENGTH, LENGTH + 4), (False, True)), key=sum)
+
+
 @pytest.mark.parametrize("kind", SKIPPED)
 def test_mini_batches_before_the_position_are_not_loaded(kind: str) -> None:
     make, most = SKIPPED[kind]
-    for at, prefetched in itertools.product((1, LENGTH, LENGTH + 4), (False, True)):
-        again, expected = resumed(make, at, prefetched=prefetched)
-        assert loaded.sum() <= most, (at, prefetched)
+    for place, (again, expected) in zip(PLACES, resumed(make, *PLACES), strict=True):
+        assert loaded.sum() <= most, place
         position = round_trip(again.position(prefetched=False))
         check(again, expected)
         another = reader(make)  # the position of a resumed reader
@@ -206,11 +216,11 @@ def test_the_processes_of_a_loader_continue_their_random_streams() -> None:
     def make() -> Any:
         return loader(shuffle=True, num_workers=2, prefetch_factor=1)
 
-    again, expected = resumed(make, LENGTH + 3, prefetched=True)
+    [(again, expected)] = resumed(make, (LENGTH + 3, True))
     check(again, expected[:1])
     del again
     assert loaded.sum() <= (1 + 1 + 2) * BATCH
-    again, expected = resumed(make, LENGTH + 4, prefetched=False)
+    [(again, expected)] = resumed(make, (LENGTH + 4, False))
     position = round_trip(again.position(prefetched=False))
     check(again, expected)
     another = reader(make)
@@ -238,7 +248,7 @@ def test_a_process_calls_its_function_and_continues_with_the_second_of_a_pair() 
     def make() -> Any:
         return loader(Normal(), num_workers=1, worker_init_fn=_scale)
 
-    again, expected = resumed(make, 3, prefetched=False)
+    [(again, expected)] = resumed(make, (3, False))
     assert not torch.equal(expected[0][1], expected[0][1].round())
     check(again, expected[:1])
 
@@ -256,7 +266,7 @@ def test_processes_that_persist_continue_their_streams_and_order(at: int) -> Non
     def make() -> Any:
         return loader(shuffle=True, num_workers=2, prefetch_factor=1, persistent_workers=True)
 
-    again, expected = resumed(make, LENGTH + at, prefetched=True)
+    [(again, expected)] = resumed(make, (LENGTH + at, True))
     check(again, expected[:5])
     position = round_trip(again.position(prefetched=True))
     assert position["reset"]
@@ -277,7 +287,7 @@ AGAIN: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("kind", AGAIN)
 def test_what_may_have_other_bits_is_read_again(kind: str) -> None:
-    again, expected = resumed(AGAIN[kind], LENGTH + 4, prefetched=True)
+    [(again, expected)] = resumed(AGAIN[kind], (LENGTH + 4, True))
     check(again, expected[:3])
     assert loaded.sum() >= 4
 
@@ -291,7 +301,7 @@ def test_a_sampler_with_fewer_mini_batches_is_rejected() -> None:
 
 
 def test_states_of_other_processes_are_not_restored() -> None:
-    again, _ = resumed(lambda: loader(num_workers=1), 4, prefetched=True)
+    [(again, _)] = resumed(lambda: loader(num_workers=1), (4, True))
     position = again.position(prefetched=False)
     position["processes"][0, -12:] = 255
     with pytest.raises(UsageError, match="the position in the data: a loader's process rejects"):
