@@ -1,4 +1,4 @@
-"""Layers, a loss and random data for pipelines in one process."""
+"""Layers, a loss, optimizers and random data for pipelines in one process."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from support.in_process.plain_loop import Batches
 
 def mse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(output, target)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
 
 
 def data(*sizes: int, width: int = 6, out: int = 2) -> Batches:

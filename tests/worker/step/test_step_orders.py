@@ -6,7 +6,6 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from pipeworker.plan.actions import COMPUTE, Kind
 from pipeworker.plan.orders import ORDERS, resolve
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import OFFLOAD, recomputed, with_fetches, with_recomputes
-from support.in_process.layers import Noise, Pop, Stash, data, mse
+from support.in_process.layers import Noise, Pop, Stash, adam, data, mse
 from support.in_process.pipelines import MODES, Pipeline, Way, filled
 from support.in_process.plain_loop import assert_equal
 from support.in_process.plain_loop import plain as plain_loop
@@ -30,10 +29,6 @@ SIZES = (9, 2)
 """Ragged mini-batches: one has fewer samples than there are micro-batches."""
 FORWARDS = (Kind.FORWARD, Kind.SEND_ACTIVATION, Kind.SEND_TARGET, Kind.SEND_SKIP)
 ENDS = (Skip(0, 10, "far"), Skip(3, 6, "near"))
-
-
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.01)
 
 
 def network() -> list[nn.Module]:

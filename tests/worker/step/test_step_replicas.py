@@ -15,7 +15,7 @@ from pipeworker.errors import ReplicasDiffer, UsageError
 from pipeworker.facts.connections import Skip
 from pipeworker.plan.placement import Placement
 from support.draws import draws
-from support.in_process.layers import Layer, Noise, Pop, Stash, data, mse
+from support.in_process.layers import Layer, Noise, Pop, Stash, adam, data, mse
 from support.in_process.pipelines import MODES, Pipeline, Way, filled
 from support.in_process.plain_loop import assert_equal
 from support.in_process.plain_loop import plain as plain_loop
@@ -25,10 +25,6 @@ from support.slow import slow
 
 SIZES = (12, 7, 2, 1, 12)
 """Even, uneven, and fewer samples than replicas or micro-batches."""
-
-
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.01)
 
 
 def kinds(parameters: Any) -> list[torch.optim.Optimizer]:
@@ -208,131 +204,6 @@ def test_a_single_gradient_keeps_its_bits() -> None:
     gradient = pipeline.train(1).grads[0]["0.one"]
     assert gradient is not None
     assert gradient.signbit().all()
-
-
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_all_replicas_have_the_same_running_statistics(*, replicas: int, deferred: bool) -> None:
-    """The statistics are replica 0's or, if deferred, those of the whole mini-batch."""
-    torch.manual_seed(2)
-    layers = [nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None)]
-    batches = data(12, 8, 12, out=6)
-    found = []
-    for stages in (1, 2, 4):
-        way = filled(Placement.identity(stages, replicas), "always")
-        pipeline = Pipeline(
-            copy.deepcopy(layers),
-            mse,
-            batches,
-            way,
-            microbatches=4,
-            optimizer=adam,
-            deferred=deferred,
-        )
-        trained = pipeline.train(3)  # which asserts that replicas are equal
-        found.append((trained, [b.clone() for layer in pipeline.layers for b in layer.buffers()]))
-    for trained, buffers in found[1:]:
-        assert_equal(trained, found[0][0])
-        assert all(torch.equal(a, b) for a, b in zip(buffers, found[0][1], strict=True))
-    single = Pipeline(
-        copy.deepcopy(layers[:2]),
-        mse,
-        batches,
-        filled(Placement.identity(1, 1)),
-        microbatches=4,
-        deferred=True,
-    )
-    single.train(1)
-    replicated = Pipeline(
-        copy.deepcopy(layers[:2]),
-        mse,
-        batches,
-        filled(Placement.identity(2, replicas)),
-        microbatches=4,
-        deferred=True,
-    )
-    replicated.train(1)
-    pairs = zip(single.layers[1].buffers(), replicated.layers[1].buffers(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-
-
-class Table(nn.Module):
-    """A layer with a large buffer, which it writes for some inputs only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table: torch.Tensor
-        self.register_buffer("table", torch.zeros(1 << 15))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x[0, 0] > 100:
-            self.table += float(x[0, 1])
-        return x
-
-
-@pytest.mark.parametrize(("which", "changes"), [(0, True), (5, False)])
-def test_a_large_buffer_is_broadcast_if_any_replica_changes_it(
-    which: int, *, changes: bool
-) -> None:
-    """Changes by replica 0 remain; changes by other replicas are overwritten."""
-    batches = data(6, 6)
-    batches[0][0][which, 0] = 1000.0
-    way = filled(Placement.identity(1, 2))
-    pipeline = Pipeline([Table(), nn.Linear(6, 2)], mse, batches, way, microbatches=6)
-    pipeline.train(2)  # which asserts that replicas are equal
-    (table,) = pipeline.layers[0].buffers()
-    assert bool(table.any()) is changes
-
-
-class Untraced(nn.Module):
-    """A layer that changes a large buffer without a trace from its forward of a number on."""
-
-    def __init__(self, first: int) -> None:
-        super().__init__()
-        self.table: torch.Tensor
-        self.register_buffer("table", torch.zeros(1 << 15))
-        self.first, self.forwards = first, 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.forwards += 1
-        if self.forwards >= self.first:
-            self.table.data += x[0, 1].detach()
-        return x
-
-
-def test_a_large_buffer_that_begins_to_change_without_a_trace_later_is_rejected() -> None:
-    """From the first mini-batch on, it is made equal; later, replicas had different ones."""
-
-    def train(first: int, samples: int = 6) -> None:
-        way = filled(Placement.identity(1, 2), "never")
-        layers = [nn.Linear(6, 6), nn.Sequential(Untraced(first)), nn.Linear(6, 2)]
-        batches = data(samples, 6, 6, 6)
-        Pipeline(layers, mse, batches, way, microbatches=2, limit=5.0).train(4)
-
-    train(1)  # which asserts that replicas are equal
-    train(1, 1)  # where the second replica has no samples first
-    with pytest.raises(UsageError, match=r"^stage 0, layer 1: .* the buffer `0\.table` with"):
-        train(4)
-
-
-class Lazy(nn.Module):
-    """A layer that registers its only buffer in its first forward."""
-
-    mean: torch.Tensor
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not hasattr(self, "mean"):
-            self.register_buffer("mean", torch.zeros(x.shape[1]))
-        self.mean += x.detach().mean(0)
-        return x
-
-
-def test_a_buffer_that_the_first_forward_registers_is_made_equal_at_once() -> None:
-    way = filled(Placement.identity(1, 2))
-    pipeline = Pipeline([Lazy(), nn.Linear(6, 2)], mse, data(6), way, microbatches=6)
-    pipeline.train(1)  # which asserts that replicas are equal
-    (mean,) = pipeline.layers[0].buffers()
-    assert bool(mean.any())
 
 
 def test_accumulated_gradients_are_reduced_once() -> None:
