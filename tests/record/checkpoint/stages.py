@@ -16,7 +16,7 @@ from torch import nn
 from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.record.checkpoint.checkpoint import Checkpoint
-from pipeworker.record.checkpoint.manifest import Manifest, WorkerFiles
+from pipeworker.record.checkpoint.manifest import Manifest, WorkerFiles, file_names
 from pipeworker.record.checkpoint.restore import restore
 from pipeworker.record.checkpoint.stage_state import OptimizerState, StageState
 from support.in_process.checkpoints import save_worker_files
@@ -294,3 +294,11 @@ SCHEDULERS: dict[str, MakeScheduler | None] = {
     "ReduceLROnPlateau": lambda o: schedules.ReduceLROnPlateau(o, patience=1, min_lr=0.001),
     "LambdaLR": lambda o: schedules.LambdaLR(o, [Halved() for _ in o.param_groups]),
 }
+
+
+def one_stage(seed: int = 0) -> Stages:
+    return Stages(model(seed), (), OPTIMIZERS["AdamW"])
+
+
+def shard_of(folder: Path, rank: int = 0, ranks: int = 1) -> WorkerFiles:
+    return WorkerFiles(*(folder / name for name in file_names(rank, ranks)))
