@@ -100,7 +100,7 @@ class LoadedWorker:
         if option and job.evaluation is None:
             advice = "define it, or leave this out"
             if options.evaluate_only:  # with the job file that the run has recorded
-                advice = "define it, resume the run with that file and more --steps, and try again"
+                advice = "define it, resume the run with the new file and more --steps, and retry"
             raise UsageError(f"{option}: {job.where} has no evaluation(); {advice}")
         if options.deterministic:  # whatever the job file has set
             numerics.enable_deterministic()

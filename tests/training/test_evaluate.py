@@ -120,7 +120,7 @@ def test_a_run_without_evaluation_is_evaluated_by_the_file_it_is_resumed_with(jo
     run = jobs.train("--stages", "1", "--steps", "1")
     found = jobs.pipeworker("evaluate", str(run.path))
     assert found.returncode == 2
-    advice = "define it, resume the run with that file and more --steps, and try again"
+    advice = "define it, resume the run with the new file and more --steps, and retry"
     assert f"has no evaluation(); {advice}\n" in found.stderr
     job = jobs.write(JOB + "\n    evaluation = data\n")
     words = ("--resume", "--run-dir", str(run.path), "--steps", "2", str(job))
