@@ -270,9 +270,9 @@ def _updater(stage: Stage, loaded: LoadedWorker, ties: Ties | None, steps: int) 
             "evaluation() in the job file"
         )
     if updater.optimizers.wants_more and not Criterion.parse(options.best).more:
-        also = "" if options.own_loop else ", or give --best max:NAME, whose figure it then uses"
         raise UsageError(
             "ReduceLROnPlateau: its mode is 'max', and it is stepped with the evaluation loss, of "
-            f"which less is better; make it mode='min'{also}"
+            "which less is better; make it mode='min', or give --best max:NAME, whose figure it "
+            "then uses"
         )
     return updater

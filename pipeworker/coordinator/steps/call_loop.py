@@ -19,7 +19,6 @@ from pipeworker.wire.messages.step import (
     CallKind,
     EpochEnded,
     Evaluate,
-    Evaluated,
     Loaded,
     RunStep,
     StepDone,
@@ -62,7 +61,7 @@ class CallLoop(BaseLoop):
             return self._reply_to_all(Wait(failure))
         self._current, self._reply = None, Wait(evaluation)
         self._progress.evaluation, self._progress.outdated = evaluation, True
-        return Due(Evaluated(evaluation.loss), (evaluation,), can_save=not self._half_done)
+        return Due(self._evaluated(evaluation), (evaluation,), can_save=not self._half_done)
 
     def pass_done(self, failure: Failure | None) -> Due:
         """Return what is due after a prediction, or after a pass that failed on some rank."""

@@ -168,6 +168,12 @@ class BaseLoop:
         )
         return Failure(Cause.USAGE, text)
 
+    def _evaluated(self, evaluation: Evaluation) -> Evaluated:
+        """Return the figures of an evaluation that schedulers may use."""
+        criterion = self._progress.evaluations.criterion
+        best = criterion.value(evaluation.row()) if criterion.more else None
+        return Evaluated(evaluation.loss, best)
+
 
 def _not_finite(result: StepResult) -> str:
     """Return what is not finite in a step, or "".
@@ -275,11 +281,9 @@ class FileLoop(BaseLoop):
         failure = self._lacking(evaluation)
         if failure is not None and not progress.started:
             new = False  # a row would keep the directory of a run that is a mistake
-        criterion = progress.evaluations.criterion
-        best = criterion.value(evaluation.row()) if criterion.more else None
         # An evaluation before the first step leaves the numbers of training as they are.
         return Due(
-            Evaluated(evaluation.loss, best) if evaluation.step else None,
+            self._evaluated(evaluation) if evaluation.step else None,
             (evaluation,) if new else (),
             can_save=True,
             must_save=is_best and was_left,  # its checkpoint lacks the figures

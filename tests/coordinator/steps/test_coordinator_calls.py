@@ -118,6 +118,15 @@ def test_evaluations_and_predictions_are_awaited() -> None:
     assert [run.step for run in runs(job.called(CallKind.STEP))] == [2, 2]
 
 
+def test_a_scheduler_gets_the_figure_of_which_more_is_better() -> None:
+    job = own_loop_job(best="max:accuracy")
+    job.called(CallKind.STEP)
+    job.step(1)
+    job.called(CallKind.EVALUATE)
+    effects = job.evaluated(1)
+    assert [run.update for run in messages_of(effects, Advance)] == [Evaluated(0.5, 0.75)] * 2
+
+
 def test_an_evaluation_does_not_begin_a_step() -> None:
     job = own_loop_job()
     for _ in range(2):
