@@ -57,6 +57,7 @@ def note_on_implementation(optimizer: torch.optim.Optimizer, device: torch.devic
     for group in optimizer.param_groups:
         together = group.get("foreach", False)
         is_default = together is None and not group.get("fused") and is_accelerator
+        is_default &= not isinstance(optimizer, torch.optim.Adafactor)  # one by one by default
         for parameter in group["params"]:
             reason = ""
             if isinstance(optimizer, torch.optim.Adagrad) and (together or is_default):

@@ -202,6 +202,10 @@ def test_a_parameter_that_decides_for_the_others_is_noted(
     assert (f"of which one {reason}, so the numbers" in note) if reason else not note
 
 
+def test_adafactor_updates_each_parameter_by_itself_by_default() -> None:
+    assert not note_on_implementation(torch.optim.Adafactor([_PLAIN, _OTHER]), torch.device("meta"))
+
+
 @pytest.mark.parametrize("foreach", [None, True, False])
 def test_a_sparse_gradient_decides_for_the_others_of_adagrad(foreach: bool | None) -> None:
     """Its two implementations give other numbers in bf16 on the CPU."""
