@@ -227,17 +227,16 @@ def test_the_error_of_the_command_is_raised(
 INTERRUPTED = """
 import os
 import signal
-import threading
 
-interrupted = threading.Semaphore(0)
-signal.signal(signal.SIGINT, lambda *_: interrupted.release())
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 print("leads its session:", os.getsid(0) == os.getpid())
 print("begun", flush=True)
-interrupted.acquire()
+signal.sigwait([signal.SIGINT])
 """
 TWICE = """
 print("again", flush=True)
-interrupted.acquire()
+signal.sigwait([signal.SIGINT])
 """
 
 
