@@ -149,6 +149,7 @@ class Layers:
             self._calls = compiled(called, config.compiler)
         self._borrowing, self._forwards = config.borrowing, 0
         self.backward_streams = BackwardStreams(config.seed, self._accelerator)
+        self._in_forward = False
         self._step = 0
         self._number = 0
 
@@ -180,6 +181,7 @@ class Layers:
         result of the output and the tensors to send. With `train`, every planned skip tensor is
         required.
         """
+        self._in_forward = True
         try:
             if self._skips is None:
                 return self._run(value, microbatch, phase, train)
@@ -289,11 +291,17 @@ class Layers:
             if node is not None:
                 nodes.append(node)
                 if node not in previous:  # a hook of the layer on the tensor may draw
-                    call_before_hooks(tensor, lambda: self.enter_backward(microbatch, layer))
+                    call_before_hooks(tensor, lambda: self._reach(microbatch, layer))
         return nodes
+
+    def _reach(self, microbatch: int, layer: int) -> None:
+        """Enter a layer, unless a later layer's forward or the loss calls ``autograd.grad``."""
+        if not self._in_forward:
+            self.enter_backward(microbatch, layer)
 
     def enter_backward(self, microbatch: int, layer: int) -> None:
         """Note that the backward of a micro-batch has come to a layer, and seed what it draws."""
+        self._in_forward = False
         self._tracker.set(Phase.BACKWARD, self._step, microbatch, layer)
         self.backward_streams.enter(self._step, self._number + microbatch, layer)
 

@@ -75,9 +75,28 @@ def hooked() -> nn.Module:
     return layer
 
 
+class Watched(nn.Linear):
+    """A layer whose hook on its own output changes nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        out.register_hook(lambda _: None)  # type: ignore[no-untyped-call]
+        return out
+
+
+class Slope(nn.Linear):
+    """A layer that differentiates by its input in its forward, and draws after that."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = super().forward(x).tanh().sum()
+        (slope,) = torch.autograd.grad(total, x, create_graph=True)
+        return functional.dropout(slope + x)
+
+
 def layers() -> list[nn.Module]:
     made = [nn.Linear(WIDTH, WIDTH), Noisy(WIDTH, WIDTH), nn.Tanh(), hooked(), nn.Dropout()]
     made += [NoisyOutput(WIDTH, WIDTH), nn.Tanh(), NoisyPair(), Sum()]
+    made += [Watched(WIDTH, WIDTH), Slope(WIDTH, WIDTH)]
     return [*made, Noisy(WIDTH, WIDTH)]
 
 
