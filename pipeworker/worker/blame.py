@@ -32,7 +32,7 @@ from pipeworker.errors import (
 )
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.limits import MOST_STATUSES
-from pipeworker.facts.position import Position
+from pipeworker.facts.position import Phase, Position
 from pipeworker.worker.stray_children import end_stray_child
 
 _NOT_SHOWN = (f"{Path(pipeworker.__file__).parent}{os.sep}", "<frozen importlib")
@@ -254,7 +254,10 @@ def failure_of(
         cause, message, shown = Cause.LOST, f"a process of data() is gone: {text(origin)}", ""
     elif _is_device_lost(origin):
         cause, message, shown = Cause.LOST, f"its device has failed: {text(origin)}", ""
-    lacks = isinstance(error, NoTerminalError) and max(position.step, position.layer) >= 0
+    is_making_optimizer = position.phase is Phase.UPDATE and position.step < 0
+    lacks = (cause is Cause.USAGE and is_making_optimizer) or (
+        isinstance(error, NoTerminalError) and max(position.step, position.layer) >= 0
+    )
     message, shown = _shorten(message), _shorten(shown)
     return Failure(cause, message, rank, position, layer_class, shown, stage, status, lacks)
 

@@ -210,10 +210,10 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
                 tracker.set(Phase.RESTORING)
                 state = StageState(names, layers, stage.state_dicts(), first=stage.first)
                 initial.load(state, user_code)
-            tracker.set(Phase.UPDATE)
             made = updaters[part.stage] = _updater(stage, loaded, ties_of, plan.steps)
             if is_part:
                 model.borrowing.notes += filter(None, map(note_of, made.optimizers.all))
+        tracker.set(Phase.BUILDING)
         aliases = {
             names.of_numbered(name): names.of_numbered(tie.names[0])
             for tie in plan.ties
@@ -251,6 +251,7 @@ def _updater(stage: Stage, loaded: LoadedWorker, ties: Ties | None, steps: int) 
         if options.own_loop:
             how = "the script's own loop decides the number of steps; pass a scheduler(optimizer)"
         raise UsageError(f"scheduler(optimizer, steps): {how}")
+    stage.tracker.set(Phase.UPDATE)
     updater = Updater(
         stage.layers,
         stage.first,

@@ -27,6 +27,7 @@ from pipeworker.facts.position import Phase, Position
 from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
 from pipeworker.worker.blame import (
+    JobExit,
     UserCodeError,
     blame_user,
     failure_of,
@@ -99,6 +100,23 @@ def test_what_a_signal_handler_of_the_user_raises_is_the_users(kind: type[BaseEx
 def test_a_request_for_input_while_the_job_file_is_loaded_has_no_place() -> None:
     error = NoTerminalError("line 3")
     assert not failure_of(error, 2, Position(Phase.LOADING)).lacks_place
+
+
+@pytest.mark.parametrize(
+    ("error", "step", "lacks"),
+    [
+        (UserCodeError("optimizer()", ValueError("no"), early=True, note=""), -1, True),
+        (UsageError("optimizer(params) returned an int"), -1, True),
+        (JobExit("optimizer()", SystemExit(3)), -1, False),
+        (UsageError("the learning rate is 'x'"), 3, False),
+    ],
+)
+def test_a_mistake_in_the_optimizer_of_one_stage_has_the_stage(
+    error: BaseException, step: int, lacks: bool
+) -> None:
+    """Other stages may have called the same function without an error."""
+    failure = failure_of(error, 1, Position(Phase.UPDATE, step), stage="stage 1")
+    assert failure.lacks_place is lacks
 
 
 class Silent(RuntimeError):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeworker.coordinator.report import location
+from pipeworker.coordinator.report import describe, location
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase
 from pipeworker.wire.codec import encode
@@ -300,6 +300,16 @@ def test_the_user_is_blamed(tmp_path: Path, name: str) -> None:
     assert NO in failure.traceback
     assert "/pipeworker/" not in failure.traceback
     assert failure.stage in ("stage 0", "rank 0")
+
+
+@pytest.mark.parametrize("name", ["optimizer", "scheduler"])
+@pytest.mark.parametrize("body", [NO, "return 3"])
+def test_a_mistake_of_one_stage_names_the_stage_and_no_layer(
+    tmp_path: Path, name: str, body: str
+) -> None:
+    failure = job(tmp_path, source(**{name: f"def {name}(argument): {body}"}))
+    assert failure is not None
+    assert describe(failure).splitlines()[1] == "  in update: stage 0"
 
 
 @pytest.mark.parametrize(("recompute", "graphs"), [("always", "1 graph"), ("never", "2 graphs")])
