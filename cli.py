@@ -168,6 +168,7 @@ def launch(
         elif not target.is_local and not (shares_files and request.is_resume):
             raise UsageError("--stages: missing; give the number of stages of the job")
         elif not request.is_resume:
+            local.check_job_file(Path(request.job_file))  # first: torch takes seconds to import
             request = replace(request, stages=local.default_stages(chosen["replicas"]))
     request.validate(local=shares_files)  # only the other hosts know their paths
     local.check_job_file(Path(request.job_file))

@@ -10,12 +10,13 @@ import sys
 import textwrap
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from click.testing import CliRunner, Result
 
 import cli
+from launcher import local
 from launcher.local import default_stages
 from pipeworker.errors import UsageError
 from pipeworker.runs.begin import RunRequest
@@ -209,6 +210,17 @@ def test_stages_are_required_without_accelerators(
     result = launch(tmp_path, str(tmp_path / "job.py"))
     assert result.exit_code == 2
     assert "--stages: this host has no accelerator; specify the number of stages" in result.output
+
+
+def test_a_missing_job_file_is_noticed_before_accelerators_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def count(*_: object) -> NoReturn:
+        raise AssertionError("torch is imported for nothing")
+
+    monkeypatch.setattr(local, "default_stages", count)
+    result = CliRunner().invoke(cli.main, ["launch", str(tmp_path / "none.py")])
+    assert "none.py: No such file or directory" in result.output
 
 
 def test_accelerators_are_not_counted_by_a_module_beside_the_job(
