@@ -130,25 +130,26 @@ class Agent:
         """Start a worker; kill those of earlier generations first."""
         self._kill_earlier(request.generation)
         keep_sockets_folder(self._sockets)
-        tracker, ring = Tracker(), Ring()
         parent = os.getpid()
         link: ReaderLink | None = None
-        try:
-            check_tasks(request.tasks)
-            for rank in (request.rank, *request.mirrors):
-                memories = self._memories.setdefault(rank, [])
-                while len(memories) < request.slots:
-                    memories.append(SnapshotMemory())
-            if request.slots > 1:  # a loss of a worker does not end the job
-                link = self._readers.link(request.rank)
-            pid = os.fork()
-        except OSError as error:
-            _send(self._cannot_start(request, error))
-            tracker.close()
-            ring.close()
-            if link is not None:
-                link.close()
-            return
+        with contextlib.ExitStack() as undo:
+            try:
+                check_tasks(request.tasks)
+                tracker = undo.enter_context(contextlib.closing(Tracker()))
+                ring = undo.enter_context(contextlib.closing(Ring()))
+                for rank in (request.rank, *request.mirrors):
+                    memories = self._memories.setdefault(rank, [])
+                    while len(memories) < request.slots:
+                        memories.append(SnapshotMemory())
+                if request.slots > 1:  # a loss of a worker does not end the job
+                    link = self._readers.link(request.rank)
+                if link is not None:
+                    undo.callback(link.close)
+                pid = os.fork()
+            except OSError as error:
+                _send(self._cannot_start(request, error))
+                return
+            undo.pop_all()
         if pid == 0:
             self._become_worker(parent, request, tracker, ring, link)
         if link is not None:

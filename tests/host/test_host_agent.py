@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NoReturn, cast
 
+import pytest
+
+from pipeworker.host import agent
 from pipeworker.host.agent import unreachable_reason
-from pipeworker.wire.lines import Fork
+from pipeworker.wire.lines import CannotStart, Fork, FromAgent
 from support.real_jobs.jobs import Jobs
 from support.real_jobs.sources import JOB
 from support.slow import slow
@@ -29,6 +34,20 @@ def test_the_first_worker_of_a_host_reports_an_unreachable_coordinator() -> None
     assert unreachable_reason(request(endpoint)).startswith(text)
     assert unreachable_reason(request(endpoint, generation=2)) == ""
     assert unreachable_reason(request(endpoint, local_rank=1)) == ""
+
+
+def test_a_worker_without_memory_for_its_ring_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> NoReturn:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    sent: list[FromAgent] = []
+    monkeypatch.setattr(agent, "Ring", refused)
+    monkeypatch.setattr(agent, "_send", sent.append)
+    monkeypatch.setattr(agent, "keep_sockets_folder", lambda _: None)
+    monkeypatch.setattr(agent, "SignalSocket", lambda _: None)
+    agent.Agent(cast(Any, None), remote=False).fork(request("tcp://127.0.0.1:1"))
+    text = "cannot start the worker of rank 3: Cannot allocate memory"
+    assert sent == [CannotStart(3, 1, text)]
 
 
 HOSTILE = """
@@ -71,9 +90,9 @@ def test_an_agent_whose_launcher_has_ended_imports_nothing() -> None:
     os.write(writes, b"[]\n")
     os.close(writes)
     words = [sys.executable, "-c", ORPHAN]
-    agent = subprocess.run(words, stdin=reads, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(words, stdin=reads, capture_output=True, text=True, timeout=60)
     os.close(reads)
-    assert (agent.stdout, agent.stderr) == ("0 False\n", "")
+    assert (ended.stdout, ended.stderr) == ("0 False\n", "")
 
 
 def test_a_torch_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
@@ -81,11 +100,11 @@ def test_a_torch_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
     words = [sys.executable, "-c", ORPHAN]
     path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     reads, writes = os.pipe()  # the end of this pipe would be that of the launcher
-    agent = subprocess.run(words, stdin=reads, env=path, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(words, stdin=reads, env=path, capture_output=True, text=True, timeout=60)
     os.close(reads)
     os.close(writes)
-    assert agent.returncode == 1
-    assert agent.stderr == (
+    assert ended.returncode == 1
+    assert ended.stderr == (
         f"{socket.gethostname()}: torch cannot be imported: OSError: libcudart.so.13: cannot be "
         f"opened; {sys.executable} -c 'import torch' shows where\n"
     )
