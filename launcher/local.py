@@ -31,6 +31,7 @@ from pipeworker.display.style import Style
 from pipeworker.display.thread import start_display
 from pipeworker.environment import timings, versions
 from pipeworker.errors import PipeworkerError, RecordError, UsageError
+from pipeworker.facts.failure import describe_exit
 from pipeworker.host.hook_process import HookProcess
 from pipeworker.host.lifetime import kill_group
 from pipeworker.host.line_process import LineProcess, start_agent, start_coordinator
@@ -364,11 +365,22 @@ def check_job_file(path: Path) -> None:
 
 
 def default_stages(replicas: int) -> int:
-    """Return the number of stages for this host's accelerators; raise UsageError without any."""
+    """Return the number of stages for this host's accelerators.
+
+    Raises:
+        UsageError: it has none.
+        PipeworkerError: torch cannot be imported.
+    """
     # A user's module in the current folder must not be imported in place of torch's.
     code = "import sys; sys.path[:1] == [''] and sys.path.pop(0); import torch; "
     code += "print(torch.accelerator.device_count())"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if answer.returncode:
+        reason = [describe_exit(answer.returncode), *answer.stderr.splitlines()][-1]
+        raise PipeworkerError(
+            f"--stages: torch cannot be imported to count accelerators: {reason}; "
+            f"{sys.executable} -c 'import torch' shows where"
+        )
     count = int(answer.stdout or 0)
     if not count:
         raise UsageError("--stages: this host has no accelerator; specify the number of stages")

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 import cli
 from launcher import local
 from launcher.local import default_stages
-from pipeworker.errors import UsageError
+from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.runs.begin import RunRequest
 from pipeworker.wire.lines import Verdict
 from support.real_jobs.sources import JOB
@@ -230,6 +230,22 @@ def test_accelerators_are_not_counted_by_a_module_beside_the_job(
     monkeypatch.chdir(tmp_path)
     with suppress(UsageError):  # this host may have none
         assert default_stages(1) < 1234
+
+
+@pytest.mark.parametrize(
+    ("status", "errors", "reason"),
+    [
+        (1, "Traceback\n  x\nImportError: libcudart.so: cannot open\n", "ImportError: libcudart"),
+        (-9, "", "was killed by SIGKILL; "),
+    ],
+)
+def test_a_torch_that_cannot_count_accelerators_is_reported(
+    monkeypatch: pytest.MonkeyPatch, status: int, errors: str, reason: str
+) -> None:
+    answer = subprocess.CompletedProcess[str]([], status, "", errors)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    with pytest.raises(PipeworkerError, match=f"torch cannot be imported .*: {reason}"):
+        default_stages(1)
 
 
 @pytest.mark.parametrize(("replicas", "stages"), [(1, 8), (2, 4), (3, 2), (16, 1)])
