@@ -132,8 +132,9 @@ def find(run: str) -> KubernetesJob | None:
 
 
 def _manifests(spec: JobSpec) -> Manifests:
-    paths = Settings.of(spec).patch.splitlines()
-    return render(_limited(spec), [_read_patch(Path(path)) for path in paths])
+    patches = [_read_patch(Path(path)) for path in Settings.of(spec).patch.splitlines()]
+    render(spec, patches)  # finds mistakes before the plan, which takes seconds
+    return render(_limited(spec), patches)
 
 
 def _read_patch(path: Path) -> Object:

@@ -132,6 +132,15 @@ def test_a_job_that_cannot_be_planned_here_is_submitted_without_a_limit_of_memor
     )
 
 
+def test_a_mistake_is_found_before_the_plan_is_made(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"image": "image", "job": "/app/train.py"}
+    with pytest.raises(UsageError, match="--nodes 2: must divide the 3 workers"):
+        cluster.engine.render(replace(SPEC, workers=3, settings=settings))
+    assert capsys.readouterr().err == ""
+
+
 def test_a_job_that_exists_is_left_unchanged(cluster: Cluster) -> None:
     cluster.answer("get", "job.batch/train")
     with pytest.raises(UsageError, match="--set name=train: job train exists already; specify"):
