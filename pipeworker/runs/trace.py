@@ -22,6 +22,7 @@ from pipeworker.plan.figures import plural
 from pipeworker.plan.planner.memory import LayerBytes
 from pipeworker.plan.simulate import timeline
 from pipeworker.record.files.atomic_file import write_bytes
+from pipeworker.record.metrics import rows
 from pipeworker.record.plan_file import PlanFile
 from pipeworker.record.run_record import RunRecord
 from pipeworker.record.rundir import RunDir
@@ -48,7 +49,9 @@ def write_trace(path: Path, steps: str | None, asked: Path | None) -> str:
         read = read_timeline(run_dir, chosen)
     lives, recorded = read.lives, read.recorded
     if not recorded:
-        raise UsageError(f"{path}: it has no recorded steps yet: no step has ended")
+        has_steps = rows.last(run_dir.metrics) is not None
+        why = "its timeline/ is gone or empty" if has_steps else "no step has ended"
+        raise UsageError(f"{path}: it has no recorded steps{'' if has_steps else ' yet'}: {why}")
     if chosen is not None and not any(step in chosen for step in recorded):
         since = " since the run was resumed" if record.content["resumed"] else ""
         raise UsageError(

@@ -161,6 +161,13 @@ def test_a_run_without_a_recorded_step_has_no_trace(run: RunDir) -> None:
         write_trace(run.path, None, None)
 
 
+def test_a_run_whose_timeline_is_gone_has_no_trace(run: RunDir) -> None:
+    write_records(run)
+    run.metrics.write_text('{"step": 1, "loss": 0.5}\n')
+    with pytest.raises(UsageError, match=r"^run: it has no recorded steps: its timeline/ is gone"):
+        write_trace(run.path, None, None)
+
+
 def test_only_an_earlier_trace_is_replaced(run: RunDir) -> None:
     write_records(run)
     write_lives(run, SCHEDULE, LIVES)
