@@ -122,7 +122,7 @@ def read_runs(folder: Path) -> tuple[list[Run], dict[Path, str]]:
         try:
             runs.append(Run.read(path))
         except UsageError as error:
-            damaged[path] = str(error)
+            damaged[path] = str(error).removeprefix(f"{path}: ")
     return sorted(runs, key=lambda run: time_of(run.record.content) or _LONG_AGO), damaged
 
 

@@ -332,7 +332,7 @@ def test_the_newest_run_is_listed_last(
         damaged
         == "broken: runs/broken/summary.json: cannot be read: it is not the summary of a run"
     )
-    assert no_run == "other: runs/other: not the directory of a run; give one that has a run.json"
+    assert no_run == "other: not the directory of a run; give one that has a run.json"
     found = [json.loads(line) for line in table_of("--json").splitlines()]
     names = [Path(each["run"]).name for each in found]
     assert names == ["b", "a-longer-name", "c", "broken", "other"]

@@ -346,7 +346,7 @@ def test_prune_names_what_it_cannot_use(folder: Path, monkeypatch: pytest.Monkey
             patched.setattr(f"pipeworker.runs.prune.{used}", fail)
             done = CliRunner().invoke(cli.main, ["prune", "runs", "--remove-weights"])
         first, last = done.output.splitlines()
-        assert first.startswith("0: left alone: runs/0: not the directory of a run; ")
+        assert first.startswith("0: left alone: not the directory of a run; ")
         assert last.startswith(f"error: {named}: ")
         assert last.endswith("Input/output error")
         assert done.exit_code == 1
