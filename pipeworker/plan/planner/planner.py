@@ -123,7 +123,8 @@ def reasons(divisions: Divisions, found: Judged, *, chosen: bool) -> Iterator[st
         else:
             gain = 1 - found.seconds / other.seconds
             share = f"{gain:.0%}" if gain >= 0.01 else "less than 1%"
-            yield f"balance: a step takes {share} less time than with even stages"
+            by = "" if divisions.facts.measured else ", by counted operations"
+            yield f"balance: a step takes {share} less time than with even stages{by}"
     if not divisions.recompute:
         again = [stage for stage, mode in enumerate(found.modes) if mode != "never"]
         if again:
