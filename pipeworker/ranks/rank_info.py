@@ -56,7 +56,7 @@ class RankInfo:
     def from_environment() -> RankInfo:
         """Read torchrun's variables, of which LOCAL_* and TORCHELASTIC_* are optional."""
         try:
-            rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            rank, world = _integer("RANK"), _integer("WORLD_SIZE")
             address = os.environ["MASTER_ADDR"]
             all_local = world if interfaces.is_loopback(address) else 0
             if not 0 <= rank < world:
@@ -66,19 +66,17 @@ class RankInfo:
             return RankInfo(
                 rank=rank,
                 world=world,
-                local_rank=int(os.environ.get("LOCAL_RANK", rank)),
-                local_world=int(os.environ.get("LOCAL_WORLD_SIZE", all_local)),
+                local_rank=_integer("LOCAL_RANK", rank),
+                local_world=_integer("LOCAL_WORLD_SIZE", all_local),
                 address=address,
-                port=int(os.environ["MASTER_PORT"]),
-                restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+                port=_integer("MASTER_PORT"),
+                restart=_integer("TORCHELASTIC_RESTART_COUNT", 0),
             )
         except KeyError as error:
             raise UsageError(
                 f"this is not a torchrun job: {error} is not set; in processes that you start "
                 "yourself, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
             ) from None
-        except ValueError as error:
-            raise UsageError(f"the environment of a torchrun job is wrong: {error}") from None
 
     @staticmethod
     def detect() -> RankInfo:
@@ -226,3 +224,12 @@ def _open_store(address: str, port: int, serves: bool, limit: float) -> Store:
     )
     store.set_timeout(timedelta(seconds=timings().rendezvous))
     return store
+
+
+def _integer(name: str, default: int | None = None) -> int:
+    """Return the integer in one of torchrun's variables; without a default it must be set."""
+    value = os.environ[name] if default is None else os.environ.get(name, default)
+    try:
+        return int(value)
+    except ValueError:
+        raise UsageError(f"{name} {value!r}: must be an integer, as torchrun sets it") from None

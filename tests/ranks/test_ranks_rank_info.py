@@ -53,3 +53,12 @@ def test_a_lost_store_of_torchrun_is_not_waited_for(
         port = server.getsockname()[1]
     with pytest.raises(RendezvousError, match="rank 1 cannot meet the others"):
         RankInfo(1, 2, 0, 1, "127.0.0.1", port).open_store()
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "MASTER_PORT"])
+def test_a_variable_that_is_no_integer_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for key, value in {**variables, name: "x"}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(UsageError, match=f"^{name} 'x': must be an integer"):
+        RankInfo.from_environment()
