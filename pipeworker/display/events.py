@@ -115,7 +115,7 @@ class EventDisplay(LineDisplay):
             loss=summary.loss,
             checkpoint=checkpoint,
             checkpoint_step=step,
-            resume=summary.resume if checkpoint else None,
+            resume=(summary.resume or None) if checkpoint else None,
             error=verdict.error,
             run_dir=str(self._run_dir.path),
             **(verdict.speed.fields() if verdict.speed else {}),

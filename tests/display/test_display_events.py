@@ -52,6 +52,14 @@ def test_each_event_is_an_object_on_a_line(tmp_path: Path) -> None:
     assert "samples_per_second" not in end
 
 
+def test_a_run_without_its_record_cannot_be_resumed(tmp_path: Path) -> None:
+    out = io.StringIO()
+    complete(RunDir(tmp_path), 3)
+    display(out, tmp_path).show(Verdict("failed", 1, 3, 2.0, (), 0.3, "it failed"))
+    end = json.loads(out.getvalue().splitlines()[-1])
+    assert (end["checkpoint_step"], end["resume"]) == (3, None)
+
+
 def test_new_checkpoints_and_restarts_are_events(tmp_path: Path) -> None:
     out = io.StringIO()
     shown = display(out, tmp_path)
