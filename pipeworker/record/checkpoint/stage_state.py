@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import UsageError, with_article
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.record.checkpoint.frozen_weights import COMPLEX, NAMES
 from pipeworker.record.checkpoint.json_state import Tensors, pack
@@ -184,9 +184,10 @@ class StageState:
         }
         for name in tensors.keys() - before:
             if (kind := type(tensors[name])) not in (torch.Tensor, nn.Parameter):
+                found = with_article(f"{kind.__module__}.{kind.__qualname__}")
                 raise UsageError(
-                    f"{name} is a {kind.__module__}.{kind.__qualname__}, which a run that resumes "
-                    "would have as a plain tensor; choose an optimizer with plain tensors"
+                    f"{name} is {found}, which a run that resumes would have as a plain tensor; "
+                    "choose an optimizer with plain tensors"
                 )
         if update.schedule is not None:
             packed["scheduler"] = pack(update.schedule, tensors, "scheduler")

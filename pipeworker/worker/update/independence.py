@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeworker.errors import a_type
+
 _STEPS = 6
 _SIZE = 4
 _LARGE = 100.0
@@ -64,7 +66,7 @@ def note_on_implementation(optimizer: torch.optim.Optimizer, device: torch.devic
                 reason = "has a sparse gradient" if _is_sparse(parameter.grad) else ""
             if is_default and parameter.requires_grad:
                 if type(parameter) not in (nn.Parameter, torch.Tensor):
-                    reason = f"is a {type(parameter).__name__}"
+                    reason = f"is {a_type(parameter)}"
                 elif parameter.device.type != device.type:
                     reason = f"is not on {device.type}"
             if reason:

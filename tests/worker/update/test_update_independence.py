@@ -173,11 +173,11 @@ def test_of_several_optimizers_one_is_said_to_draw() -> None:
     assert note_on_draws(every).startswith("SGD or Adam: draws random numbers in its step, in the ")
 
 
-class _Subclass(torch.Tensor):
+class Int8(torch.Tensor):
     pass
 
 
-_PLAIN, _OTHER = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2).as_subclass(_Subclass))
+_PLAIN, _OTHER = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2).as_subclass(Int8))
 _FROZEN = nn.Parameter(_OTHER.detach(), requires_grad=False)
 
 
@@ -186,7 +186,7 @@ _FROZEN = nn.Parameter(_OTHER.detach(), requires_grad=False)
     [
         ([_PLAIN, _FROZEN], {}, "meta", "is not on meta"),
         ([_PLAIN, _FROZEN], {}, "cpu", ""),
-        ([_OTHER], {}, "meta", "is a _Subclass"),
+        ([_OTHER], {}, "meta", "is an Int8"),
         ([_PLAIN, _OTHER], {}, "cpu", ""),
         ([_PLAIN, _OTHER], {}, "mps", ""),
         ([_PLAIN, _OTHER], {"foreach": False}, "meta", ""),
