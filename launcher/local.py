@@ -153,7 +153,7 @@ class Launch:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a coordinator was started: all hosts can be used."""
+        """Whether a coordinator was started, and an agent that could fork a worker of it."""
         return self._supervisor.has_begun
 
     def _loop(self) -> None:

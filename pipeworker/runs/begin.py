@@ -71,7 +71,7 @@ class PreparedRun:
         run, and a resumed run gets its previous records back: it is what it was, and the options
         that were the mistake would prevent every later resume. So does a run that was done and had
         no further step to do, because its records have the figures of its steps. The same holds for
-        a job that never `began`, because a host cannot be used.
+        a job that never `began`, because a host or its torch cannot be used.
         """
         with self.lock:  # its end releases it
             undo = self.undo.pop_all()  # once: afterwards the directory may be another process's

@@ -34,7 +34,7 @@ from pipeworker.session.process import notebook_shell
 
 _INTERRUPTED = 130
 _LINES = 10
-"""Of a cluster's own command, kept for an error."""
+"""Number of the last lines of a cluster's own command that an error shows."""
 _OPTIONS = {
     *option_names(("job_file", "arguments")),
     *("hosts", "hosts_file", "sync", "launcher_address", "on", "nodes", "set", "dry_run"),
