@@ -119,7 +119,7 @@ def a_type(value: Any) -> str:
 
 def with_article(name: str) -> str:
     """Return a name with its article; initials count as they are spoken: ``an SGD``."""
-    vowels = "AEFHILMNORSX" if name[:2].isupper() else "aeiouAEIO"
+    vowels = "AEFHILMNORSX" if name[:2].isupper() else "aeioAEIO"
     return f"{'an' if name[0] in vowels else 'a'} {name}"
 
 

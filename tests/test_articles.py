@@ -10,7 +10,7 @@ from pipeworker.errors import with_article
 @pytest.mark.parametrize(
     "expected",
     [
-        *("an int", "a list", "an OrderedDict", "a Linear", "an app.Batch", "a _Empty"),
+        *("an int", "a list", "a uint8", "an OrderedDict", "a Linear", "an app.Batch", "a _Empty"),
         *("an SGD", "an LBFGS", "an RMSprop", "an AdamW", "a SparseAdam", "a GRU", "a UNet"),
     ],
 )

@@ -212,7 +212,7 @@ def _hooks_work() -> bool:
     internals.move_hooks(one, other)
     value = other * 3
     value.register_hook(seen.append)  # type: ignore[no-untyped-call]
-    internals.call_before_hooks(value, lambda: seen.append(None))
+    internals.call_before_hooks(value, lambda _: seen.append(None))
     torch.autograd.backward(value.sum())
     return [found if found is None else _values(found) for found in seen] == [None, [1, 1], [3, 3]]
 

@@ -291,7 +291,7 @@ class Layers:
             if node is not None:
                 nodes.append(node)
                 if node not in previous:  # a hook of the layer on the tensor may draw
-                    call_before_hooks(tensor, lambda: self._reach(microbatch, layer))
+                    call_before_hooks(tensor, lambda _: self._reach(microbatch, layer))
         return nodes
 
     def _reach(self, microbatch: int, layer: int) -> None:
