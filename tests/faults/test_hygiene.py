@@ -226,6 +226,18 @@ def test_a_signal_ends_the_job_after_its_step(
     assert live.summary["steps"] == steps_of(live.path)
 
 
+HELD = """
+import select
+
+held = open("held")
+while not select.select([held], [], [], 0.05)[0]:
+    pass
+raise SystemExit(7)
+"""
+"""A module that waits for the end of a file. Python would not handle a signal that arrives just
+before a longer call of the system until that call returns."""
+
+
 @pytest.mark.parametrize(
     ("number", "expected"), [(signal.SIGTERM, 130), (signal.SIGHUP, 130), (signal.SIGUSR1, 7)]
 )
@@ -236,7 +248,7 @@ def test_a_signal_while_a_command_is_imported_has_its_effect(
     """A module that waits for the test stands for a package that the command line imports."""
     held = jobs.folder / "held"
     os.mkfifo(held)
-    jobs.write("open('held').read(); raise SystemExit(7)", "late/click.py")
+    jobs.write(HELD, "late/click.py")
     path = os.pathsep.join([str(jobs.folder / "late"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}
     heeds = ("env", "--default-signal=HUP")  # also where the tests run under nohup
