@@ -28,16 +28,12 @@ from support.pure.coordinator import (
     messages_of,
     of,
     replaceable_job,
+    restores,
     runs,
     updates,
 )
 
 KILLED = "the worker of stage 1 was killed by SIGKILL"
-
-
-def restores(job: ScriptedJob) -> list[Restore | None]:
-    """Return the state with which each generation of worker 1 began."""
-    return [welcome.restore for welcome in job.sent(1, Welcome)]
 
 
 def test_workers_that_join_later_are_sent_where_the_run_directory_is() -> None:

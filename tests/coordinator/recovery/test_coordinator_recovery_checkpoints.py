@@ -8,23 +8,19 @@ from pipeworker.coordinator.waiting import State
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.wire.lines import Restart, Warned
 from pipeworker.wire.messages.checkpoint import Copy, Restore, Save, Saved
-from pipeworker.wire.messages.presence import Failed, Welcome
+from pipeworker.wire.messages.presence import Failed
 from support.pure.coordinator import (
     ScriptedJob,
     commit,
     copies,
     of,
     replaceable_job,
+    restores,
     saves,
     updates,
 )
 
 KILLED = "the worker of stage 1 was killed by SIGKILL"
-
-
-def restores(job: ScriptedJob) -> list[Restore | None]:
-    """Return the state with which each generation of worker 1 began."""
-    return [welcome.restore for welcome in job.sent(1, Welcome)]
 
 
 def test_an_unfinished_checkpoint_is_saved_after_the_restart() -> None:

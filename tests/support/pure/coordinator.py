@@ -28,10 +28,10 @@ from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.placement import Placement
 from pipeworker.timings import DEFAULT
 from pipeworker.wire.lines import Interrupt, SaveRequest, Verdict, WorkerExited
-from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
+from pipeworker.wire.messages.checkpoint import Copy, Restore, Save, Saved
 from pipeworker.wire.messages.directions import Advance, Finish, FromWorker, ToWorker
 from pipeworker.wire.messages.plan import Built, Described, Plan, Ready
-from pipeworker.wire.messages.presence import Abort, Hello
+from pipeworker.wire.messages.presence import Abort, Hello, Welcome
 from pipeworker.wire.messages.step import (
     Call,
     CallKind,
@@ -367,6 +367,11 @@ def replaceable_job(workers: int = 2, **options: Any) -> ScriptedJob:
     """Return a job whose lost workers are replaced, with a snapshot at every step."""
     options = {"steps": 9, "snapshot_every": 1, **options}
     return ScriptedJob(workers, replaceable=True, **options)
+
+
+def restores(job: ScriptedJob) -> list[Restore | None]:
+    """Return the state with which each generation of worker 1 began."""
+    return [welcome.restore for welcome in job.sent(1, Welcome)]
 
 
 def of(effects: list[Effect], kind: type[T]) -> list[T]:
