@@ -356,17 +356,9 @@ def allocator_snapshot(device: torch.device) -> Any:
     return None if snapshot is None else snapshot()
 
 
-def call_before_hooks(tensor: torch.Tensor, call: Callable[[Any], None]) -> None:
-    """Have backward call a function when it reaches a tensor with a graph, before its hooks."""
-    hooks = tensor._backward_hooks
-    if not hooks:
-        assert tensor.grad_fn is not None
-        tensor.grad_fn.register_prehook(call)
-        return
-    others = dict(hooks)
-    hooks.clear()
-    tensor.register_hook(call)  # type: ignore[no-untyped-call]
-    hooks.update(others)
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether backward calls a function of :meth:`torch.Tensor.register_hook`."""
+    return bool(tensor._backward_hooks)
 
 
 def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -19,9 +19,10 @@ from pipeworker.job.options import Options
 from pipeworker.plan.ties import MODEL
 from pipeworker.worker import blame
 from pipeworker.worker.internals import (
+    alias_of,
     allow_any_number_of_graphs,
-    call_before_hooks,
     calling_around_compilations,
+    has_hooks,
 )
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.backward_streams import BackwardStreams
@@ -29,7 +30,7 @@ from pipeworker.worker.stage.borrowed import Borrowing
 from pipeworker.worker.stage.cut.part import Part
 from pipeworker.worker.stage.shared_buffers import Place
 from pipeworker.worker.stage.skips import StageSkips, Table
-from pipeworker.worker.stage.values import describe, distinct_tensors, is_checked
+from pipeworker.worker.stage.values import describe, distinct_tensors, is_checked, replace_tensors
 
 Backend = Callable[..., Any]
 _KERNELS = "inductor"
@@ -149,9 +150,10 @@ class Layers:
             self._calls = compiled(called, config.compiler)
         self._borrowing, self._forwards = config.borrowing, 0
         self.backward_streams = BackwardStreams(config.seed, self._accelerator)
-        self._in_forward = False
         self._step = 0
         self._number = 0
+        self._nodes: Sequence[Any] = ()
+        """Those of the last layer's outputs, in the forward that runs."""
 
     def begin(self, step: int, first: int) -> None:
         """Start a mini-batch, whose first micro-batch has the number `first` within the step."""
@@ -181,7 +183,6 @@ class Layers:
         result of the output and the tensors to send. With `train`, every planned skip tensor is
         required.
         """
-        self._in_forward = True
         try:
             if self._skips is None:
                 return self._run(value, microbatch, phase, train)
@@ -198,6 +199,8 @@ class Layers:
             shown = SkipError(f"{error}{'' if self._skips else hint}")
             shown.in_step = True
             raise shown from None
+        finally:
+            self._nodes = ()
         return value, left
 
     def _run(self, value: Any, microbatch: int, phase: Phase, train: bool) -> Any:
@@ -207,7 +210,6 @@ class Layers:
         seed, number = self._seed, self._number + microbatch
         autocast = self.autocast
         seed_of = rng.layer_seed if train else rng.evaluation_seed
-        nodes: Sequence[Any] = ()
         calls = self._calls
         if self._borrowing is not None and self._is_watched(train):
             calls = [*self._watching(self._borrowing)]
@@ -228,7 +230,7 @@ class Layers:
                 blame.reject_none(value, before, name, error)
                 blame.blame_user(name, error, note=f"its input was {describe(value)}")
             if index != last_layer:
-                nodes = self._mark(value, nodes, microbatch, index)
+                value = self._marked(value, microbatch, index)
         return value
 
     def _is_watched(self, train: bool) -> bool:
@@ -246,7 +248,6 @@ class Layers:
         """Run the layers of a cut module in one run of its own forward."""
         at, number = self.first, self._number + microbatch
         seed_of = rng.layer_seed if train else rng.evaluation_seed
-        nodes: Sequence[Any] = ()
         run: Callable[..., Any] = self._parts[0].cut.run
         if self._borrowing is not None and self._is_watched(train):
             every = nn.ModuleList([*self.modules, self._parts[0].cut.module])
@@ -259,12 +260,10 @@ class Layers:
                 self._tracker.set(phase, self._step, microbatch, layer)
             rng.seed_all(seed_of(self._seed, self._step, number, layer), self._accelerator)
 
-        def leave(layer: int, out: Any) -> None:
-            nonlocal nodes
+        def leave(layer: int, out: Any) -> Any:
             if self.autocast is not None:
                 torch.clear_autocast_cache()
-            if layer != self.last_layer:
-                nodes = self._mark(out, nodes, microbatch, layer)
+            return out if layer == self.last_layer else self._marked(out, microbatch, layer)
 
         try:
             with self.autocast or nullcontext():
@@ -274,34 +273,34 @@ class Layers:
         except BaseException as error:
             blame.blame_user(self.name_of(at), error)
 
-    def _mark(
-        self, value: Any, previous: Sequence[Any], microbatch: int, layer: int
-    ) -> Sequence[Any]:
+    def _marked(self, value: Any, microbatch: int, layer: int) -> Any:
         """Make backward record that it enters a layer when it reaches one of the layer's outputs.
 
         The last layer needs no mark: backward begins there. Outputs that the layer returns as it
-        got them have nodes of the `previous` layer's outputs, and are not its own.
+        got them have nodes of the previous layer's outputs, and are not its own. Torch calls hooks
+        of a tensor before those of its node, and hooks of the layer may draw random numbers. So an
+        alias, which has the mark, replaces an output with hooks; the next layer's are on the alias.
 
         Returns:
-            The nodes of the outputs.
+            The outputs for the next layer.
         """
-        nodes = []
+        previous, nodes = self._nodes, []
+        aliases: dict[int, torch.Tensor] = {}
         for tensor in distinct_tensors(value):
             node = tensor.grad_fn
+            if has_hooks(tensor) and tensor.layout is torch.strided:
+                alias = alias_of(tensor)
+                if alias.grad_fn is not None:
+                    aliases[id(tensor)], node = alias, alias.grad_fn
             if node is not None:
                 nodes.append(node)
-                if node not in previous:  # a hook of the layer on the tensor may draw
-                    call_before_hooks(tensor, lambda _: self._reach(microbatch, layer))
-        return nodes
-
-    def _reach(self, microbatch: int, layer: int) -> None:
-        """Enter a layer, unless a later layer's forward or the loss calls ``autograd.grad``."""
-        if not self._in_forward:
-            self.enter_backward(microbatch, layer)
+                if node not in previous:
+                    node.register_prehook(lambda _: self.enter_backward(microbatch, layer))
+        self._nodes = nodes
+        return replace_tensors(value, aliases)
 
     def enter_backward(self, microbatch: int, layer: int) -> None:
         """Note that the backward of a micro-batch has come to a layer, and seed what it draws."""
-        self._in_forward = False
         self._tracker.set(Phase.BACKWARD, self._step, microbatch, layer)
         self.backward_streams.enter(self._step, self._number + microbatch, layer)
 

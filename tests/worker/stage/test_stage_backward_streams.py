@@ -84,6 +84,22 @@ class Watched(nn.Linear):
         return out
 
 
+class NoisyInput(nn.Linear):
+    """A layer whose hook on its input adds noise to the gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.register_hook(lambda gradient: gradient + torch.randn_like(gradient))  # type: ignore[no-untyped-call]
+        return super().forward(x)
+
+
+class NoisyIdentity(nn.Module):
+    """A layer that returns its input, to whose gradient it adds noise."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.register_hook(lambda gradient: gradient + torch.randn_like(gradient))  # type: ignore[no-untyped-call]
+        return x
+
+
 class Slope(nn.Linear):
     """A layer that differentiates by its input in its forward, and draws after that."""
 
@@ -97,6 +113,7 @@ def layers() -> list[nn.Module]:
     made = [nn.Linear(WIDTH, WIDTH), Noisy(WIDTH, WIDTH), nn.Tanh(), hooked(), nn.Dropout()]
     made += [NoisyOutput(WIDTH, WIDTH), nn.Tanh(), NoisyPair(), Sum()]
     made += [Watched(WIDTH, WIDTH), Slope(WIDTH, WIDTH)]
+    made += [Watched(WIDTH, WIDTH), NoisyInput(WIDTH, WIDTH), NoisyIdentity(), NoisyIdentity()]
     return [*made, Noisy(WIDTH, WIDTH)]
 
 

@@ -65,6 +65,8 @@ _MOST_KNOWN = 64
 """The number of descriptions by layer whose stand-ins are kept: one for each length of a text."""
 Enter = Callable[[int], None]
 """Called as a layer begins, with its index."""
+Leave = Callable[[int, Any], Any]
+"""Called as a layer ends, with its index and what its unit returned; returns what replaces that."""
 
 
 class Left(BaseException):
@@ -82,7 +84,7 @@ class Forward:
         calls: what is called in place of each unit.
         known: stand-ins of earlier runs, which are used again.
         enter: called as each layer begins.
-        leave: called as each layer ends, with what its unit returned.
+        leave: called as each layer ends.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class Forward:
         calls: Sequence[Callable[..., Any]],
         known: StandIns,
         enter: Enter | None = None,
-        leave: Callable[[int, Any], None] | None = None,
+        leave: Leave | None = None,
     ) -> None:
         self._plan, self._types, self._parameters, self._device = plan, types, parameters, device
         self.first, self.stop = first, first + len(calls)
@@ -304,13 +306,17 @@ class Forward:
                     "which is used again; have it return x.view_as(x) in place of x"
                 )
             if key not in self._numbers:
-                self._numbers[key] = number
-                self._kept[key] = weakref.ref(tensor, partial(self._forget, key))
+                self._keep(tensor, number)
             if users is not None and users[-1] >= self.stop:
                 before = self._made.get(number, self._arrived.get(number, tensor))
                 if before.dtype is not tensor.dtype:
                     raise self._elsewhere("a cast makes a tensor, and returned its argument then")
                 self._made[number] = tensor
+
+    def _keep(self, tensor: torch.Tensor, number: Number) -> None:
+        key = id(tensor)
+        self._numbers[key] = number
+        self._kept[key] = weakref.ref(tensor, partial(self._forget, key))
 
     def _forget(self, key: int, _: Any) -> None:
         self._numbers.pop(key, None)
@@ -385,6 +391,8 @@ class Forward:
             out, heard = call(*args, **kwargs), []
         effects = effects_since(held)
         put_back(changed)
+        if self._leave is not None:
+            out = self._replaced(out, self._leave(layer, out))
         whole = out, effects, [value for _, value in heard]
         leaves, structure = flatten(whole, self._types)
         if structure != self._plan.structures[layer]:
@@ -393,10 +401,17 @@ class Forward:
         if not self._has_fake_weights and any(is_fake(t) for t in leaves if torch.is_tensor(t)):
             raise self._elsewhere(f"{self._plan.units[layer]} got a value that is elsewhere")
         self._number([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-        if self._leave is not None:
-            self._leave(layer, out)
         self._tell(layer, whole[2])
         return out
+
+    def _replaced(self, value: Any, by: Any) -> Any:
+        """Return what replaces a value, with the numbers of the tensors that are known."""
+        for old, new in zip(tensors_of(value), tensors_of(by), strict=True):
+            if new is not old:
+                arrived = (number for number, one in self._arrived.items() if one is old)
+                if (number := self._numbers.get(id(old), next(arrived, None))) is not None:
+                    self._keep(new, number)
+        return by
 
     def run(self, module: torch.nn.Module, value: Any) -> Any:
         """Run the layers; return what the next layer gets, or the module's output."""

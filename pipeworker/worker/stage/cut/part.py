@@ -14,7 +14,7 @@ from pipeworker.errors import UsageError, a_type
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.worker.internals import pytree, storage_key, version_of
 from pipeworker.worker.stage.cut.common import CommonVariables
-from pipeworker.worker.stage.cut.forward import Enter, Forward, StandIns
+from pipeworker.worker.stage.cut.forward import Enter, Forward, Leave, StandIns
 from pipeworker.worker.stage.cut.inner_hooks import forget_library_hooks
 from pipeworker.worker.stage.cut.isolation import Isolation, held_by_modules
 from pipeworker.worker.stage.cut.plan import CutPlan
@@ -68,7 +68,7 @@ class Cut:
         calls: Sequence[Callable[..., Any]],
         value: Any,
         enter: Enter | None = None,
-        leave: Callable[[int, Any], None] | None = None,
+        leave: Leave | None = None,
     ) -> Any:
         """Run consecutive layers; return what the next layer gets, or the module's output.
 
@@ -77,7 +77,7 @@ class Cut:
             calls: what is called in place of the unit of each.
             value: the module's input, or what the layer before returned.
             enter: called as each layer begins.
-            leave: called as each layer ends, with what its unit returned.
+            leave: called as each layer ends.
         """
         self._set_mode(is_training=parts[0].training)
         around = self.plan, self.types, self._parameters, self._device, parts[0].index

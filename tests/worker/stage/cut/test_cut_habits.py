@@ -374,3 +374,45 @@ def test_a_change_of_the_input_is_made_once(change: Callable[[torch.Tensor], Any
     for stages, mode in ((1, "always"), (3, "never"), (2, "always")):
         pipeline = pipeline_of(module, copy.deepcopy(batches), mse, stages, mode)
         assert pipeline.train(3).losses == expected.losses
+
+
+def noisy(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.requires_grad:
+        tensor.register_hook(lambda gradient: gradient + torch.randn_like(gradient))  # type: ignore[no-untyped-call]
+    return tensor
+
+
+class NoisyUnit(nn.Linear):
+    """Adds noise to the gradients of its input and its output."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.index = index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.index % 2:  # the other layers return their argument
+            return noisy(x)
+        return noisy(super().forward(noisy(x)))
+
+
+class NoisyUnits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(NoisyUnit(index) for index in range(6))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_hooks_of_units_draw_the_same_for_any_number_of_stages() -> None:
+    torch.manual_seed(3)
+    module, batches = NoisyUnits(), list(vectors())
+    first, *others = [
+        pipeline_of(module, batches, mse, stages, mode).train(3)
+        for stages, mode in ((1, "never"), (2, "always"), (3, "never"), (6, "always"))
+    ]
+    for other in others:
+        assert other.losses == first.losses
+        assert all(torch.equal(first.weights[name], other.weights[name]) for name in first.weights)
