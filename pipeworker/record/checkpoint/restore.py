@@ -60,6 +60,8 @@ def restore(
     saved = check_fits(files, stages, ties, loads_itself)
     with torch.no_grad():
         for stage in stages:
+            for index, layer, _ in stage.indexed():
+                saved.set_unset_buffers(index, layer, _device_of(stage.layers))
             stage.load(saved.state_of, user_code)
             for index, layer, _ in stage.indexed():
                 for key in saved.buffer_keys.get(index, ()):  # which no state dict has
@@ -200,7 +202,11 @@ class _SavedState:
             if info != wanted and key.rpartition(".")[0] not in own:
                 diff.add_different(full, info, wanted)
         modules = {path for path, _ in layer.named_modules(remove_duplicate=False)}
-        unexpected = [key for key in self.weight_keys.get(index, ()) if key not in state]
+        unexpected = [
+            key
+            for key in self.weight_keys.get(index, ())
+            if key not in state and not _is_unset_buffer(layer, key)
+        ]
         for key in self.buffer_keys.get(index, ()):
             if key.rpartition(".")[0] not in modules:
                 unexpected.append(key)
@@ -210,6 +216,13 @@ class _SavedState:
         """Return the paths of the modules that load their state themselves."""
         modules = layer.named_modules(remove_duplicate=False)
         return {path for path, module in modules if self.loads_itself(module)}
+
+    def set_unset_buffers(self, index: int, layer: nn.Module, device: torch.device) -> None:
+        """Set the buffers of a layer that are None until a forward sets them."""
+        for key in self.weight_keys.get(index, ()):
+            if _is_unset_buffer(layer, key):
+                name = self.names.parameter(index, key)
+                _set_buffer(layer, key, self.weights[name][name], device)
 
     def state_of(self, index: int, layer: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the saved state dict of a layer."""
@@ -233,6 +246,13 @@ class _SavedState:
 def _device_of(layers: Sequence[nn.Module]) -> torch.device:
     tensors = (t for layer in layers for t in (*layer.parameters(), *layer.buffers()))
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _is_unset_buffer(layer: nn.Module, key: str) -> bool:
+    """Return whether a key is that of a buffer that is None, which load_state_dict() refuses."""
+    with suppress(AttributeError):  # no buffer
+        return layer.get_buffer(key) is None
+    return False
 
 
 def _set_buffer(layer: nn.Module, key: str, value: torch.Tensor, device: torch.device) -> None:

@@ -283,6 +283,18 @@ def test_extra_state_is_left_to_the_layer(tmp_path: Path) -> None:
     assert part.layers[0].get_extra_state() is None
 
 
+def test_a_buffer_that_is_none_at_first_is_restored(tmp_path: Path) -> None:
+    def of(value: torch.Tensor | None) -> StageState:
+        layer = nn.Linear(2, 2, bias=False)
+        layer.register_buffer("scale", value)
+        return StageState(LayerNames(("0",)), [layer], [layer.state_dict()])
+
+    save_worker_files(tmp_path, 0, 1, [of(torch.full((3,), 7.0))])
+    part = of(None)
+    restore([shard_of(tmp_path)], [part])
+    assert_same(part.layers[0].get_buffer("scale"), torch.full((3,), 7.0))
+
+
 class Observer(nn.Module):
     """A module like torch.ao.quantization's observers: data determines its buffer's size."""
 
