@@ -48,6 +48,7 @@ class EventDisplay(LineDisplay):
                     first_step=self._options.resume_step + 1,
                     step_seconds=event.step_seconds or None,
                     why=event.why,
+                    log_every=self._style.log_every,
                 )
             case StepResult():
                 self._last = event

@@ -27,6 +27,7 @@ class JobProgress:
 
     def __init__(self, style: Style, *, notebook: bool) -> None:
         self.quiet, self._style, self._notebook = style.quiet, style, notebook
+        self._log_every = style.log_every
         self._is_bar = notebook or sys.stdout.isatty()
         self._handle: Any = None
         self._live: Any = None
@@ -36,15 +37,19 @@ class JobProgress:
         self._row: StepResult | None = None
         self._shown_at, self._shown = 0.0, 0
 
-    def plan(self, total: int | None, first: int) -> None:
-        """Begin to show steps from `first`, of `total` if known; continue after a recovery."""
+    def plan(self, total: int | None, first: int, log_every: int | None = None) -> None:
+        """Begin to show steps from `first`, of `total` if known; continue after a recovery.
+
+        The job's own `log_every` replaces that of the style: a file of defaults may have given it.
+        """
+        self._log_every = log_every or self._log_every
         self._total, self._first, self._pace = total, first, Pace(total)
         self._done = max(self._done, first - 1)
         self._draw([Figure(step_of(self._done, total), Rank.STEP), Figure("starting", Rank.LOSS)])
 
     def step(self, row: StepResult) -> None:
         """Show a step, unless another state was shown a moment ago or its line is not due."""
-        now, every = time.monotonic(), self._style.log_every
+        now, every = time.monotonic(), self._log_every
         self._row, self._done = row, row.step
         self._pace.add(row.step, now)
         due = now - self._shown_at >= _SECONDS[self._is_bar]

@@ -271,7 +271,7 @@ class _Job:
             return
         match kind:
             case "plan":
-                self._progress.plan(event["steps"], event["first_step"])
+                self._progress.plan(event["steps"], event["first_step"], event.get("log_every"))
             case "step":
                 self._progress.step(StepResult(**_finite(event)))
             case "evaluation":

@@ -21,7 +21,8 @@ from support.in_process.checkpoints import complete
 
 
 def display(out: TextIO, path: Path, error: TextIO | None = None) -> EventDisplay:
-    return EventDisplay(Options("job.py", 2, 4), RunDir(path), Style(json=True), out, error or out)
+    style = Style(json=True, log_every=5)
+    return EventDisplay(Options("job.py", 2, 4), RunDir(path), style, out, error or out)
 
 
 def test_each_event_is_an_object_on_a_line(tmp_path: Path) -> None:
@@ -41,7 +42,7 @@ def test_each_event_is_an_object_on_a_line(tmp_path: Path) -> None:
     assert [event["event"] for event in found] == kinds
     plan, step, evaluation, warning, _, output, end = found
     assert (plan["stages"], plan["balance"], plan["steps"], plan["first_step"]) == (2, [2, 3], 9, 1)
-    assert plan["step_seconds"] is None
+    assert (plan["step_seconds"], plan["log_every"]) == (None, 5)
     assert plan["run_dir"] == end["run_dir"] == str(tmp_path)
     assert (step["step"], step["loss"], step["grad_norm"], step["lr"]) == (1, None, None, 0.1)
     assert evaluation == {"event": "evaluation", "step": 1, "loss": 0.5, "accuracy": 0.75}

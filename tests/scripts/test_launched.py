@@ -196,6 +196,10 @@ def test_the_steps_and_the_figures_of_lines_are_chosen(
     assert [line.split()[1] for line in shown] == ["2/8", "3/8", "6/8", "8/8"]
     assert all("  gradient norm nan  epoch 0" in line for line in shown)
     assert not any("loss scale" in line for line in shown)
+    events[0] |= {"log_every": 3}  # pipeworker.toml gives it
+    found = "\n".join(map(json.dumps, events)), "", 0
+    launch_events(tmp_path, monkeypatch, found, verbose=True)
+    assert capfd.readouterr().out.splitlines()[1:] == shown
     for wrong in ({"log_every": 0}, {"log_every": "3"}, {"quiet": True, "verbose": True}):
         with pytest.raises(pipeworker.UsageError, match=r"must be an integer|they exclude each"):
             launch_events(tmp_path, monkeypatch, found, **wrong)
