@@ -27,12 +27,13 @@ def read_schedule(schedule: str | Path) -> str:
     given = str(schedule)
     if given in (*ORDERS, AUTO):
         return given
-    content, name = given, text.name_of(given)
+    content = given
+    name = shown = text.name_of(given)
     if not text.is_text(given):
         path = Path(given)
         if path.is_dir():
             raise UsageError(f"--schedule {given}: is a directory; give the path of a file")
-        name = "-".join(path.name.split())
+        name, shown = "-".join(path.name.split()), given
         try:
             with open_bounded(path, _MAX_SCHEDULE) as file:
                 content = file.read().decode()
@@ -51,5 +52,5 @@ def read_schedule(schedule: str | Path) -> str:
         modes = ("never",) * placement.stages
         check(source.build(placement, source.microbatches or 0, modes))
     except ScheduleError as error:
-        raise ScheduleError(f"--schedule {name}: {error}") from None
+        raise ScheduleError(f"--schedule {shown}: {error}") from None
     return order

@@ -112,7 +112,7 @@ def test_a_schedule_that_cannot_run_is_explained(tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     file.write_text("mine stages=2 microbatches=2\n0: 0F0 0B0 0F1 0B1\n1: 1F0 1F1 1B0 1B1\n")
     assert refused("--schedule", str(file)) == (
-        "--schedule mine.txt: schedule mine.txt deadlocks with 4 frames: worker 0 cannot run 0B0: "
+        f"--schedule {file}: schedule mine.txt deadlocks with 4 frames: worker 0 cannot run 0B0: "
         "it waits for 1B0 of worker 1; worker 1 cannot run 1F1: it waits for 0F1 of worker 0"
     )
 

@@ -93,7 +93,7 @@ def test_replicas_run_the_schedule_with_their_parts(jobs: Jobs, mine: Path) -> N
         (
             MINE.replace("0F1 0R0 0B0", "0R0 0B0 0F1").replace("1B0 1F1", "1F1 1B0"),
             (),
-            "--schedule mine.txt: schedule mine.txt deadlocks with 4 frames: worker 0 cannot run "
+            "--schedule {mine}: schedule mine.txt deadlocks with 4 frames: worker 0 cannot run "
             "0B0: it waits for 1B0 of worker 1; worker 1 cannot run 1F1: it waits for 0F1 of "
             "worker 0",
         ),
@@ -107,7 +107,7 @@ def test_no_process_starts_if_the_schedule_cannot_run(
     mine.write_text(text)
     run = jobs.run("--stages", "2", "--schedule", str(mine), *words)
     assert (run.status, run.stdout) == (2, "")
-    assert run.stderr.startswith(f"error: {why}")
+    assert run.stderr.startswith(f"error: {why.format(mine=mine)}")
     assert not run.path.exists()
 
 
