@@ -32,7 +32,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     names = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
     for name in names.splitlines():
-        if (ROOT / name).is_file() and not name.startswith("tests/"):
+        if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source, cwd=source)
@@ -52,6 +52,14 @@ def test_an_index_accepts_the_metadata_and_shows_the_readme(wheel: Path) -> None
             metadata = Metadata.from_email(data, validate=True)
             assert metadata.description == (ROOT / "README.md").read_text()
             assert metadata.description_content_type == "text/markdown"
+
+
+@slow
+def test_an_sdist_holds_no_test(wheel: Path) -> None:
+    """setuptools alone would add tests/test*.py, without what these import."""
+    (sdist,) = wheel.parent.glob("*.tar.gz")
+    with tarfile.open(sdist) as packed:
+        assert not any("/tests/" in name for name in packed.getnames())
 
 
 @slow
