@@ -118,8 +118,9 @@ def a_type(value: Any) -> str:
 
 
 def with_article(name: str) -> str:
-    """Return a name with its article; initials count as they are spoken: ``an SGD``."""
-    vowels = "AEFHILMNORSX" if name[:2].isupper() else "aeioAEIO"
+    """Return a name with its article, as it is spoken: ``an SGD``, but ``a LAMB``, a word."""
+    is_word = len(name) > 3 and name.isupper() and name[1] in "AEIOU"
+    vowels = "AEFHILMNORSX" if name[:2].isupper() and not is_word else "aeioAEIO"
     return f"{'an' if name[0] in vowels else 'a'} {name}"
 
 
