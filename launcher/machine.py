@@ -80,7 +80,7 @@ def _devices() -> str:
 
 
 def _cores() -> str:
-    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    usable = len(os.sched_getaffinity(0))
     bound = cgroups.core_quota()
     at_most = "" if bound is None else f", for {bound:g} at a time"
     return f"{usable} of {os.cpu_count()}{at_most}"

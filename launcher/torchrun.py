@@ -7,7 +7,6 @@ import os
 import shlex
 import shutil
 import signal
-import sys
 import time
 from contextlib import suppress
 from functools import partial
@@ -207,7 +206,7 @@ def _fork_guard() -> None:
     Torchrun makes each rank the leader of a group, but does not end the group of a dead rank.
     """
     me, folder = os.getpid(), choose_sockets_folder()
-    if sys.platform != "linux" or os.getpgrp() != me or os.fork():
+    if os.getpgrp() != me or os.fork():
         share_sockets_folder(folder)
         return
     try:

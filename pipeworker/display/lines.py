@@ -284,6 +284,4 @@ class LineDisplay:
 
 
 def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 0
+    return len(os.sched_getaffinity(0))

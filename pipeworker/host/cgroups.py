@@ -1,4 +1,4 @@
-"""The limits of this process's cgroups, of version 1 and 2, and what is free under them (Linux).
+"""The limits of this process's cgroups, of version 1 and 2, and what is free under them.
 
 A limit of a cgroup applies to all cgroups below it, so the least on the path from the root to this
 process's own cgroup counts. Each function takes the `root` of the file system.

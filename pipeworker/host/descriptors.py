@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -95,7 +94,7 @@ def _available_to_user() -> int | None:
     """Return how many more processes and threads this user may have; None for any number."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     own = os.getuid()
-    if soft == resource.RLIM_INFINITY or own == 0 or sys.platform != "linux":  # root has no limit
+    if soft == resource.RLIM_INFINITY or own == 0:  # root has no limit
         return None
     used = 0
     for process in Path("/proc").glob("[0-9]*"):

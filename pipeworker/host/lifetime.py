@@ -51,7 +51,7 @@ def start_survivor(name: str, follow: Callable[[int], None]) -> tuple[int, int]:
     The child calls `follow` with the read end of a pipe, which this process's end closes, and ends.
 
     Args:
-        name: the name that ``ps`` shows for the child (Linux).
+        name: the name that ``ps`` shows for the child.
         follow: what the child does.
 
     Returns:
@@ -78,18 +78,17 @@ def start_survivor(name: str, follow: Callable[[int], None]) -> tuple[int, int]:
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent ends, none with 0 (Linux).
+    """Have the kernel send this process a signal when its parent ends, none with 0.
 
     If `parent`, a pid, has ended already, this process exits.
     """
-    if sys.platform == "linux":
-        signal_with_parent(number)
-        if os.getppid() != parent:
-            os._exit(1)
+    signal_with_parent(number)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def signal_with_parent(number: int) -> None:
-    """Have the kernel send this process a signal when its parent ends, none with 0 (Linux)."""
+    """Have the kernel send this process a signal when its parent ends, none with 0."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
@@ -101,12 +100,12 @@ def has_ended(descriptor: int) -> bool:
 
 
 def is_parent_stopped() -> bool:
-    """Return whether this process's parent is stopped, as a launcher is by Ctrl-Z (Linux)."""
+    """Return whether this process's parent is stopped, as a launcher is by Ctrl-Z."""
     return is_stopped(os.getppid())
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped by a signal (Linux)."""
+    """Return whether a process is stopped by a signal."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -162,7 +161,7 @@ def processes_with(number_of: Callable[[int], int], numbers: Collection[int]) ->
 
 
 def _is_tracker(pid: int) -> bool:
-    """Return whether a process is a resource tracker that has not ended (Linux)."""
+    """Return whether a process is a resource tracker that has not ended."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes()  # nothing, once it has ended
     except OSError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import sys
 import threading
 from collections.abc import Callable
 
@@ -20,8 +19,7 @@ class TaskThread:
         name: name of the thread.
         failed: called, on the thread, with what a task raised; the thread performs the next task.
             Without it the tasks handle every exception that they expect.
-        niceness: priority of the thread, as :func:`os.setpriority` takes it. Only on Linux does a
-            thread have a priority of its own.
+        niceness: priority of the thread, as :func:`os.setpriority` takes it.
 
     Raises:
         RuntimeError: the system grants no thread.
@@ -59,7 +57,7 @@ class TaskThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        if self._niceness and sys.platform == "linux":
+        if self._niceness:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
         while (task := self._tasks.get()) is not None:
             try:

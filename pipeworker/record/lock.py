@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import struct
-import sys
 import time
 from pathlib import Path
 
@@ -13,8 +12,7 @@ from pipeworker.record.files.atomic_file import open_file
 from pipeworker.record.files.bounded_file import open_bounded
 
 _POLL_SECONDS = 0.05
-# The C library's `struct flock`, here and on BSD and macOS, and the place of the type in it.
-_FLOCK, _TYPE = ("hhqqi4x", 0) if sys.platform == "linux" else ("qqihh", 3)
+_FLOCK = "hhqqi4x"  # the C library's `struct flock`, which begins with the type
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -26,14 +24,13 @@ def is_locked(path: Path) -> bool:
     Raises:
         UsageError: the path is that of a pipe or a device.
     """
-    query: list[int] = [0] * 5
-    query[_TYPE] = fcntl.F_WRLCK  # conflicts with every lock, shared or exclusive
+    query = struct.pack(_FLOCK, fcntl.F_WRLCK, 0, 0, 0, 0)  # conflicts with every lock
     try:
         with open_bounded(path) as file:
-            found = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK, *query))
+            found = fcntl.fcntl(file, fcntl.F_GETLK, query)
     except OSError:
         return False
-    return bool(struct.unpack(_FLOCK, found)[_TYPE] != fcntl.F_UNLCK)
+    return bool(struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK)
 
 
 class RunLock:

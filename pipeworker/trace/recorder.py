@@ -8,7 +8,6 @@ common. They are written behind the answer to the coordinator, while the worker 
 from __future__ import annotations
 
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -34,8 +33,6 @@ _ALWAYS = (SAVE, EVALUATION)
 
 def clock_identity() -> str:
     """Return a text that is equal for processes whose clocks show the same."""
-    if sys.platform != "linux":
-        return socket.gethostname()
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     try:
         offsets = Path("/proc/self/timens_offsets").read_text().split()

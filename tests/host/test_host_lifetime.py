@@ -29,7 +29,6 @@ sys.stdin.read()
 PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
 @pytest.mark.parametrize("where", ["within", "behind"])
 def test_a_process_dies_with_its_parent_while_bound_to_it(where: str) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
@@ -84,7 +83,6 @@ os._exit(0)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="shared memory is in a folder of Linux's")
 @pytest.mark.parametrize("ends", [True, False], ids=["ended", "alive"])
 @pytest.mark.parametrize("stopped", [False, True], ids=["", "stopped"])
 def test_shared_memory_goes_with_the_group_that_made_it(

@@ -8,7 +8,6 @@ import pickle
 import reprlib
 import shutil
 import subprocess
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -360,8 +359,8 @@ def disk(jobs: Jobs) -> Iterator[Path]:
     folder = jobs.folder / "disk"
     folder.mkdir()
     line = ["mount", "-t", "tmpfs", "-o", "size=4k", "pipeworker-test", str(folder)]
-    if sys.platform != "linux" or os.geteuid() != 0:
-        pytest.skip("only root of a Linux host can make a small disk")
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a small disk")
     mounted = subprocess.run(line, capture_output=True, text=True, timeout=30)
     if mounted.returncode:
         pytest.skip(f"no disk can be made here: {mounted.stderr.strip()}")

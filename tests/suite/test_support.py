@@ -65,8 +65,6 @@ ENDS = [
     "os.close(1); print('nowhere')",
 ]
 
-needs_server = pytest.mark.skipif(sys.platform != "linux", reason="the server is for Linux")
-
 
 @pytest.fixture(autouse=True)
 def interruptible() -> Iterator[None]:
@@ -107,7 +105,6 @@ def test_each_process_has_its_own_random_numbers(jobs: Jobs) -> None:
     assert not set(first.split()) & set(second.split())
 
 
-@needs_server
 def test_nothing_outlives_the_server(tmp_path: Path) -> None:
     """Users of one name share a server, which ends with its last lease and kills its processes."""
     name = uuid.uuid4().hex
@@ -131,7 +128,6 @@ def state(pid: int) -> str:
 
 
 @slow
-@needs_server
 def test_a_process_ends_with_the_process_that_requested_it(jobs: Jobs) -> None:
     requests = """
         import subprocess, sys, time

@@ -79,7 +79,7 @@ def users_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def server(pytestconfig: pytest.Config) -> Iterator[Server | None]:
     """The server that forks the processes of tests: one for all of pytest's own processes."""
-    if sys.platform != "linux" or pytestconfig.getoption("--cold"):
+    if pytestconfig.getoption("--cold"):
         yield None
         return
     made = Server(os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid())))

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
-import pytest
-
 from support.real_jobs.jobs import Jobs
 
 FORKING = """
@@ -69,7 +65,6 @@ FORKING = """
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no data process")
 def test_children_that_return_end_and_change_nothing(jobs: Jobs) -> None:
     """A child that the user's code forks in any place does none of the work of its parent."""
     words = ("--stages", "2", "--microbatches", "2", "--evaluate-every", "2")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import resource
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -81,7 +80,7 @@ class MemoryGauge:
         self._allocated = getattr(module, "memory_allocated", None)
         self._device, self._file = device, -1
         if self._allocated is None:
-            with suppress(OSError):  # not Linux, or no descriptor is left
+            with suppress(OSError):  # no descriptor is left
                 self._file = os.open(_STATM, os.O_RDONLY | os.O_CLOEXEC)
 
     def __call__(self) -> int:
@@ -115,8 +114,7 @@ def write_allocator_snapshot(device: torch.device, path: Path) -> bool:
 
 def peak_resident() -> int:
     """Return the peak of this process's resident bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def to_device(value: Any, device: torch.device) -> Any:

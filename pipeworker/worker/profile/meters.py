@@ -19,7 +19,7 @@ from pipeworker.worker.internals import dense_parts, observing, pytree, storage_
 from pipeworker.worker.stage.values import distinct_tensors
 
 _QUEUE = "/proc/thread-self/schedstat"
-"""Linux: nanoseconds of the calling thread on a core, and waiting for one."""
+"""Nanoseconds of the calling thread on a core, and waiting for one."""
 _READINGS = 5
 """Readings of both clocks until they are of one moment."""
 
@@ -33,7 +33,7 @@ class UndisturbedStopwatch(Stopwatch):
 
     def __init__(self, path: str = _QUEUE) -> None:
         self._file = -1
-        with suppress(OSError):  # not Linux: waiting counts
+        with suppress(OSError):  # the kernel does not count it: waiting counts
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def mark(self) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import sys
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,6 @@ from support.real_jobs.torchrun import Torchrun
 from support.slow import slow
 
 MENTIONS = JOB.replace("import torch", "import pipeworker\n    import torch", 1)
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 
 
 def variables(folder: Path) -> dict[str, str]:

@@ -6,7 +6,6 @@ Their ends meet at the coordinator's store.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ import torch
 
 from pipeworker.environment import timings
 from pipeworker.plan.actions import Edge
-from pipeworker.wire.interfaces import configured
 from pipeworker.worker.internals import PrefixStore, ProcessGroupGloo, Store, gloo_options
 from pipeworker.worker.transport.handshake import (
     Authentication,
@@ -125,9 +123,6 @@ def create_group(store: Store, network: Network, prefix: str, rank: int, deadlin
 
 def create_device(network: Network) -> ProcessGroupGloo.Device:
     """Return a gloo device that listens at this host's address; each has a port of its own."""
-    name, _ = configured(network.interface)
-    if name and sys.platform != "linux":
-        return ProcessGroupGloo.create_device(interface=name)
     return ProcessGroupGloo.create_device(hostname=network.own_address())
 
 

@@ -1,4 +1,4 @@
-"""Links between two stages of one host, through shared memory; Linux only.
+"""Links between two stages of one host, through shared memory.
 
 The receiver's buffers lie in memory that both processes map (memfd: it has no name and cannot be
 left behind). The receiver reports over a Unix socket which buffers it has posted; the sender copies
