@@ -29,7 +29,7 @@ from pipeworker.worker.device.device import Stopwatch, to_device, unit_of, used_
 from pipeworker.worker.internals import is_fake
 from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.model.model import Model
-from pipeworker.worker.model.survey import Found, Survey, fresh_layer, unpack_outline
+from pipeworker.worker.model.survey import Found, Survey, fresh_layer
 from pipeworker.worker.profile.alike import name_of, surroundings
 from pipeworker.worker.profile.measure import LayerCall, Settings, measure_layer, measure_loss
 from pipeworker.worker.profile.meters import bytes_of, stopwatch_of_layers
@@ -85,8 +85,7 @@ def outline_of(found: Found, loaded: LoadedWorker) -> tuple[Outline | None, str]
     problem = str(found.get("error", found.get("uncounted", "")))
     if "outline" in found:
         try:
-            outline = unpack_outline(bytes.fromhex(found["outline"]))
-            return _complete(outline, bytes.fromhex(found["output"]), loaded), problem
+            return _complete(found["outline"], found["output"], loaded), problem
         except PipeworkerError as error:
             problem = str(error)
     log.info("no outline of the network: %s", problem or "it was not surveyed")

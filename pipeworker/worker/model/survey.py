@@ -21,19 +21,16 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import msgpack
 import torch
 from torch import nn
 
 import pipeworker
 from pipeworker.errors import SkipError
 from pipeworker.facts.connections import Skip
-from pipeworker.facts.outline import Outline
 from pipeworker.facts.position import Phase
 from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
 from pipeworker.plan.skips import match
-from pipeworker.wire.codec import Codec
 from pipeworker.worker import blame
 from pipeworker.worker.device.device import to_device
 from pipeworker.worker.internals import pytree, shared_fake_mode, version_of
@@ -50,10 +47,9 @@ Found = dict[str, Any]
 """By layer its class, its stashes and pops, and the names of buffers that its forward may change,
 as ``classes``, ``events`` and ``changing``; or an ``error``.
 
-It may have the ``outline`` of the network, packed, the signature of its ``output``, and as
+It may have the ``outline`` of the network, the signature of its ``output``, packed, and as
 ``uncounted`` why the operations of a layer are not counted.
 """
-_OUTLINES: Codec[Outline] = Codec((Outline,))
 
 
 def mentions_skips(modules: Iterable[ModuleType]) -> bool:
@@ -94,7 +90,7 @@ class Survey:
     def on_fakes(self, value: Any, drawing: Drawing | None = None) -> Found:
         """Return what a pass on fake tensors finds; they may remain where layers cache them.
 
-        With `drawing` it has the network's outline, packed, or else the reason why it has none.
+        With `drawing` it has the network's outline, or else the reason why it has none.
         """
         try:
             fake, stand_in = shared_fake_mode(), value
@@ -105,8 +101,7 @@ class Survey:
             with fake:
                 found = self._pass(stand_in, Tracker(), None, drawing)
             if drawing is not None and len(found["events"]) == len(self.entries):
-                found["outline"] = pack_outline(drawing.outline()).hex()
-                found["output"] = drawing.output.hex()
+                found["outline"], found["output"] = drawing.outline(), drawing.output
         except Exception as error:
             return {"error": blame.problem(error)}
         return found
@@ -226,17 +221,6 @@ def _changed(before: _States, after: _States) -> list[str]:
         if old is not new or version != now
     }
     return [name for name in before if name.rpartition(".")[0] in modules]
-
-
-def pack_outline(outline: Outline) -> bytes:
-    """Return an outline as bytes, for another process."""
-    packed: bytes = msgpack.packb(_OUTLINES.fields(outline), default=_OUTLINES.to_builtin)
-    return packed
-
-
-def unpack_outline(packed: bytes) -> Outline:
-    """Return what :func:`pack_outline` packed."""
-    return _OUTLINES.read(Outline.__name__, msgpack.unpackb(packed))
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:

@@ -78,7 +78,7 @@ class SurveyProcess:
             limit = max(LEAST, _PATIENCE * options.worker_timeout)
             if not self._connection.poll(limit):  # the first step will name a layer that hangs
                 return {"error": f"it took more than {limit:g} s"}
-            found: Found = json.loads(self._connection.recv_bytes())
+            found: Found = self._connection.recv()
         except (OSError, EOFError):
             return {"error": "its process ended"}
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -104,7 +104,7 @@ def _serve(connection: Connection, parent: int) -> None:
     path, text = json.loads(connection.recv_bytes())
     found = _survey(Path(path), text, connection)
     end_stray_child()
-    connection.send_bytes(json.dumps(found).encode())
+    connection.send(found)
 
 
 def _survey(path: Path, text: Any, connection: Connection) -> Found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from pipeworker.facts.outline import LayerKind, Outline
 from pipeworker.host.position import Tracker
 from pipeworker.job.file import JobFile
 from pipeworker.job.options import Options
-from pipeworker.worker.model.survey import Found, Survey, fresh_layer, pack_outline, unpack_outline
+from pipeworker.worker.model.survey import Found, Survey, fresh_layer
 from pipeworker.worker.profile.counts import counting
 from pipeworker.worker.profile.measure import LayerCall
 from pipeworker.worker.profile.outline import Drawing, Examine, with_loss
@@ -85,7 +86,8 @@ def found(layers: Layers, value: Any, drawing: Drawing | None = None) -> Found:
 
 
 def outlined(layers: Layers, value: Any, drawing: Drawing | None = None) -> Outline:
-    return unpack_outline(bytes.fromhex(found(layers, value, drawing)["outline"]))
+    outline: Outline = found(layers, value, drawing)["outline"]
+    return outline
 
 
 def drawn_in_order(layers: Layers, value: Any, examine: Examine | None = None) -> Drawing:
@@ -163,7 +165,7 @@ def test_a_pass_on_real_tensors_finds_the_same_kinds() -> None:
     for layers, value in ((LANGUAGE, IDS), (UNET, torch.zeros(1, 2, 8, 8))):
         drawing = drawn_in_order(layers, value)
         assert drawing.outline() == outlined(layers, value)
-        assert drawing.output.hex() == found(layers, value)["output"]
+        assert drawing.output == found(layers, value)["output"]
 
 
 def test_a_pass_on_real_tensors_examines_each_kind_with_its_real_input() -> None:
@@ -199,7 +201,7 @@ def test_a_network_that_needs_numbers_has_no_outline() -> None:
 
 def test_the_loss_is_a_kind_by_output_target_and_layers() -> None:
     outline = outlined([nn.Linear(8, 4)], torch.zeros(2, 8))
-    output = bytes.fromhex(found([nn.Linear(8, 4)], torch.zeros(2, 8))["output"])
+    output = found([nn.Linear(8, 4)], torch.zeros(2, 8))["output"]
     whole = with_loss(outline, output, torch.zeros(2, 4), 2)
     assert (whole.loss, whole.kinds[1].layer, whole.kinds[1].input) == (1, 1, output)
     assert (whole.samples, whole.target_bytes) == (2, 4 * 8)
@@ -207,9 +209,9 @@ def test_the_loss_is_a_kind_by_output_target_and_layers() -> None:
     assert other.kinds[1].digest != whole.kinds[1].digest
 
 
-def test_an_outline_is_packed_and_unpacked() -> None:
+def test_an_outline_passes_between_processes() -> None:
     outline = outlined(UNET, torch.zeros(1, 2, 8, 8))
-    assert unpack_outline(pack_outline(outline)) == outline
+    assert pickle.loads(pickle.dumps(outline)) == outline
 
 
 JOB = JobFile(
