@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +87,7 @@ def scaled(factor: int) -> Callable[[torch.Tensor], torch.Tensor]:
         [lambda x: x.sin(), lambda x: x.exp()],
         [lambda x, n=n: x[:n] for n in (1, 2)],
         [{"scale_factor": 2}, {"scale_factor": 4}],
+        [nn.ReLU, nn.GELU],
     ],
 )
 def test_layers_that_call_other_functions_are_unlike(functions: list[Any]) -> None:
@@ -92,6 +96,20 @@ def test_layers_that_call_other_functions_are_unlike(functions: list[Any]) -> No
         for f in (functions[0], functions[0], functions[1])
     )
     assert alike.key_of(one) == alike.key_of(again) != alike.key_of(other)
+
+
+def test_a_layer_whose_library_has_changed_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = []
+    for number, text in enumerate(["one", "one", "two"]):
+        path = tmp_path / str(number) / "library_of_layers.py"
+        path.parent.mkdir()
+        path.write_text(f"from torch import nn\nclass Layer(nn.ReLU):\n    '{text}'\n")
+        monkeypatch.syspath_prepend(path.parent)
+        keys.append(alike.key_of(importlib.import_module(path.stem).Layer()))
+        monkeypatch.delitem(sys.modules, path.stem)
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_functions_that_every_process_compiles_by_itself_are_alike() -> None:
@@ -128,7 +146,17 @@ def test_the_surroundings_have_code_device_options_and_arguments(
         alike.surroundings(Options("job.py", 2, 8, threads=2), CPU, sources),
         alike.surroundings(Options("job.py", 2, 8, precision="bf16"), CPU, sources),
         alike.surroundings(Options("job.py", 2, 8, compile=True), CPU, sources),
+        alike.surroundings(Options("job.py", 2, 8, deterministic=True), CPU, sources),
+        alike.surroundings(Options("job.py", 2, 8, deferred_batch_norm=True), CPU, sources),
     ]
-    monkeypatch.setattr("sys.argv", ["job.py", "--adam"])
-    others.append(alike.surroundings(options, CPU, sources))
-    assert len({found, *others}) == 6
+    for name, value in {
+        "sys.argv": ["job.py", "--adam"],
+        "torch.__version__": "0",
+        "platform.python_version": lambda: "0",
+        "os.cpu_count": lambda: 0,
+        "pipeworker.worker.profile.alike.name_of": lambda _: "another processor",
+    }.items():
+        with monkeypatch.context() as changed:
+            changed.setattr(name, value)
+            others.append(alike.surroundings(options, CPU, sources))
+    assert len({found, *others}) == 12
