@@ -1,8 +1,7 @@
 """Weights that no update changes: on disk a file of their own, which checkpoints share.
 
-A snapshot has all weights of a worker in one file, the frozen ones first. On disk it becomes two
-files, and the one of the frozen weights is a second name of the file in the checkpoint before, as
-long as that has the same content. Imports no torch: the process that writes needs none.
+It is a second name of the file in the checkpoint before, as long as that has the same content.
+Imports no torch: the process that writes needs none.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,10 @@ from typing import Any
 from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.record.files.atomic_file import open_file
 
-FROZEN, NAMES, COMPLEX = "frozen", "names", "complex128"
-"""Metadata: how many bytes the frozen weights take; the order of all names, which the format loses;
-and the names of complex tensors."""
-ALIGNMENT = 8
-"""The bytes of the widest number: the weights behind the frozen ones begin at a multiple of it."""
-Part = tuple[bytes, int, int]
-"""A file's header, and the range of bytes of the whole file that follow it."""
+NAMES, COMPLEX = "names", "complex128"
+"""Metadata: the order of all names, which the format loses; and the names of complex tensors."""
 _WORD = 8
+"""The bytes of the widest number: the tensors begin at a multiple of it."""
 _ENDING = ".safetensors"
 
 
@@ -37,38 +32,8 @@ def frozen_name(name: str) -> str:
 def header_of(entries: dict[str, Any]) -> bytes:
     """Return the beginning of a safetensors file with these entries and metadata."""
     text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
+    text += b" " * (-len(text) % _WORD)
     return len(text).to_bytes(_WORD, "little") + text
-
-
-def split(handle: int) -> tuple[Part, Part] | None:
-    """Return the files of other and of frozen weights that an open file is to become.
-
-    It is None if the file has no frozen weights, or nothing else.
-    """
-    size = int.from_bytes(os.pread(handle, _WORD, 0), "little")
-    entries = json.loads(os.pread(handle, size, _WORD) or b"{}")
-    metadata = entries.pop("__metadata__", {})
-    start, end = _WORD + size, os.fstat(handle).st_size
-    middle = start + int(metadata.pop(FROZEN, 0))
-    if middle in (start, end):
-        return None
-    parts = []
-    for first, last in ((middle, end), (start, middle)):
-        own = {
-            name: {**entry, "data_offsets": [at + start - first for at in entry["data_offsets"]]}
-            for name, entry in entries.items()
-            if first <= entry["data_offsets"][0] + start < last
-            or (first == middle and entry["data_offsets"][0] + start >= last)
-        }
-        lists = {
-            key: json.dumps([name for name in json.loads(metadata[key]) if name in own])
-            for key in (NAMES, COMPLEX)
-            if key in metadata
-        }
-        parts.append((header_of({"__metadata__": {**metadata, **lists}, **own}), first, last))
-    others, frozen = parts
-    return others, frozen
 
 
 def link_same(chunks: Iterable[memoryview], path: Path) -> CheckpointFile | None:
@@ -107,20 +72,3 @@ def _reads(handle: int, chunk: memoryview) -> bool:
             return False
         done += len(found)
     return True
-
-
-def ranges(handle: int, part: Part, size: int) -> Iterator[memoryview]:
-    """Yield a header and a range of an open file, through one buffer of `size` bytes.
-
-    Raises:
-        OSError: the file ends before the range does.
-    """
-    header, start, end = part
-    yield memoryview(header)
-    buffer = memoryview(bytearray(size))
-    while start < end:
-        count = os.preadv(handle, [buffer[: min(size, end - start)]], start)
-        if not count:
-            raise OSError(f"the file has no byte {start}: it was shortened while it was copied")
-        yield buffer[:count]
-        start += count

@@ -1,4 +1,4 @@
-"""A snapshot of a worker's stages in memory, laid out as the three files of a checkpoint."""
+"""A snapshot of a worker's stages in memory, laid out as the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -40,17 +40,20 @@ class SafetensorsLayout:
     def place(self, content: TensorContent) -> CopyPairs:
         """Make room for tensors under a header, and return the copies that fill it.
 
-        The frozen ones come first. Room for the same names, shapes and dtypes is used again.
+        Room for the same names, shapes and dtypes is used again.
 
         Raises:
             LacksMemory: there is not enough memory.
         """
-        tensors, metadata, frozen = content.tensors, content.metadata, content.frozen
+        tensors, metadata = content.tensors, content.metadata
         infos = _infos(tensors)
-        contents = list(infos.items()), dict(metadata), sorted(frozen)
+        contents = list(infos.items()), dict(metadata)
         if contents != self._contents:
             self._contents, self._views = None, {}
-            header, ranges = file_layout(infos, metadata, frozen)
+            if not metadata:
+                self._memory.write(self._number, b"")
+                return []
+            header, ranges = file_layout(infos, metadata)
             start, end = len(header), max((last for _, last in ranges.values()), default=0)
             room = self._memory.allocate(self._number, start + end)
             room[:start] = header
@@ -64,7 +67,7 @@ class SafetensorsLayout:
 
 
 class SnapshotBuffer:
-    """A snapshot in memory: two files of tensors, and one of plain values.
+    """A snapshot in memory: files of tensors, and one of plain values.
 
     The file of plain values is empty until the snapshot is complete. The snapshots of `ranks`
     workers hold the whole state.
@@ -73,7 +76,7 @@ class SnapshotBuffer:
     def __init__(self, memory: SnapshotMemory, ranks: int = 1) -> None:
         self.memory = memory
         self._ranks = ranks
-        self._layouts = SafetensorsLayout(memory, 0), SafetensorsLayout(memory, 1)
+        self._layouts = [SafetensorsLayout(memory, number) for number in (0, 1, 3)]
         self._plain: dict[str, Any] = {}
 
     def begin(
@@ -152,16 +155,15 @@ def file_contents(
     content = WorkerContent.of(stages, elsewhere, position)
     model, optimizer, state = names
     plain = memoryview(_plain_file(content.plain, step, ranks))
-    trained = content.weights.keys() - content.frozen
-    is_split = content.frozen and trained
-    parts = {model: trained, frozen_name(model): content.frozen}
-    found = []
-    for name, chosen in (parts if is_split else {model: content.weights.keys()}).items():
-        weights, _ = content.only(chosen).tensor_files()
-        found.append(FileContent(name, partial(_tensor_chunks, weights), shared=name != model))
-    _, others = content.tensor_files()
-    found.append(FileContent(optimizer, partial(_tensor_chunks, others)))
-    found.append(FileContent(state, lambda: iter([plain])))
+    weights, others, frozen = content.tensor_files()
+    found = [
+        FileContent(model, partial(_tensor_chunks, weights)),
+        FileContent(optimizer, partial(_tensor_chunks, others)),
+        FileContent(state, lambda: iter([plain])),
+    ]
+    if frozen.tensors:
+        chunks = partial(_tensor_chunks, frozen)
+        found.append(FileContent(frozen_name(model), chunks, shared=True))
     return found
 
 

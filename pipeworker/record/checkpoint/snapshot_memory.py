@@ -1,4 +1,4 @@
-"""The memory of a worker's snapshot: three unnamed files, until they are written to disk.
+"""The memory of a worker's snapshot: unnamed files, until they are written to disk.
 
 A process that inherits the descriptors has the memory, even after the end of the worker that filled
 it. Imports no torch: the process that writes the memory to disk needs none.
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from pipeworker.errors import RecordError
 from pipeworker.facts.checkpoint_file import CheckpointFile
-from pipeworker.record.checkpoint.frozen_weights import frozen_name, link_same, ranges, split
+from pipeworker.record.checkpoint.frozen_weights import frozen_name, link_same
 from pipeworker.record.files.atomic_file import open_file
 from pipeworker.record.files.located import located
 
@@ -44,7 +44,7 @@ class LacksMemory(OSError):
 
 
 class SnapshotMemory:
-    """Three files in memory, in the order in which the manifest names them.
+    """Four files in memory, in the order of a worker's files; that of frozen weights may be empty.
 
     Raises:
         OSError: there are no descriptors left.
@@ -53,17 +53,23 @@ class SnapshotMemory:
     def __init__(self) -> None:
         self.handles: list[int] = []
         try:
-            for _ in range(3):
+            for _ in range(4):
                 self.handles.append(os.memfd_create("pipeworker", os.MFD_CLOEXEC))
         except OSError:
             self.close()
             raise
 
     @property
-    def paths(self) -> tuple[Path, Path, Path]:
-        """The paths by which this process can read the files."""
-        model, optimizer, state = (MEMORY / str(handle) for handle in self.handles)
-        return model, optimizer, state
+    def paths(self) -> list[Path]:
+        """The paths by which this process can read the files, without an empty last one."""
+        count = 3 + bool(os.fstat(self.handles[3]).st_size)
+        return [MEMORY / str(handle) for handle in self.handles[:count]]
+
+    @property
+    def plain_last(self) -> list[int]:
+        """The descriptors, that of the plain values behind those of the tensors."""
+        model, optimizer, plain, frozen = self.handles
+        return [model, optimizer, frozen, plain]
 
     @property
     def size(self) -> int:
@@ -117,21 +123,11 @@ class FileContent:
 def write_files(
     handles: Sequence[int], folder: Path, names: Sequence[str]
 ) -> tuple[CheckpointFile, ...]:
-    """Write the files of a snapshot in memory into a folder; see :func:`write_contents`.
-
-    Frozen weights get a file of their own.
-    """
-    model, *others = handles
-    whole = partial(_chunks, model)
-    files = [FileContent(names[0], whole)]
-    if parts := split(model):
-        own, frozen = (partial(ranges, model, part, _CHUNK) for part in parts)
-        files = [
-            FileContent(names[0], own),
-            FileContent(frozen_name(names[0]), frozen, shared=True),
-        ]
-    for handle, name in zip(others, names[1:], strict=True):
-        files.append(FileContent(name, partial(_chunks, handle)))
+    """Write the files of a snapshot in memory into a folder; see :func:`write_contents`."""
+    *others, frozen = [partial(_chunks, handle) for handle in handles]
+    files = [FileContent(name, chunks) for name, chunks in zip(names, others, strict=True)]
+    if os.fstat(handles[-1]).st_size:
+        files.append(FileContent(frozen_name(names[0]), frozen, shared=True))
     return write_contents(files, folder)
 
 

@@ -198,16 +198,15 @@ class StageState:
 
 @dataclass(frozen=True, slots=True)
 class TensorContent:
-    """The tensors of a file, its metadata, and the names of those tensors that are frozen."""
+    """The tensors of a file, and its metadata; there is no file without metadata."""
 
-    tensors: Tensors
-    metadata: Mapping[str, str]
-    frozen: Collection[str] = ()
+    tensors: Tensors = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class WorkerContent:
-    """The content of a worker's three files: two of tensors, and one of JSON.
+    """The content of a worker's files: two or three of tensors, and one of JSON.
 
     Weights of dtype complex128, which `complex` names, are stored as pairs of real numbers; no
     update changes those that `frozen` names.
@@ -265,18 +264,22 @@ class WorkerContent:
                 raise UsageError(f"{name} is a tensor of {tensor.dtype}, which no checkpoint holds")
         return content
 
-    def only(self, names: Collection[str]) -> WorkerContent:
-        """Return some of the weights."""
-        chosen = {name: t for name, t in self.weights.items() if name in names}
-        return WorkerContent(chosen, complex=[name for name in self.complex if name in names])
+    def tensor_files(self) -> tuple[TensorContent, TensorContent, TensorContent]:
+        """Return the content of the files with tensors: weights, others, and frozen weights.
 
-    def tensor_files(self) -> tuple[TensorContent, TensorContent]:
-        """Return the content of the two files with tensors: weights and others."""
-        weights = {NAMES: json.dumps([*self.weights]), COMPLEX: json.dumps(self.complex)}
-        others = {NAMES: json.dumps([*self.others])}
-        return (
-            TensorContent(self.weights, weights, self.frozen),
-            TensorContent(self.others, others),
+        Frozen weights have a file of their own if not all weights are frozen.
+        """
+        others = TensorContent(self.others, {NAMES: json.dumps([*self.others])})
+        trained = {name: t for name, t in self.weights.items() if name not in self.frozen}
+        if not (trained and self.frozen):
+            return self._file_of(self.weights), others, TensorContent()
+        frozen = {name: t for name, t in self.weights.items() if name in self.frozen}
+        return self._file_of(trained), others, self._file_of(frozen)
+
+    def _file_of(self, weights: Tensors) -> TensorContent:
+        complex_ = [name for name in self.complex if name in weights]
+        return TensorContent(
+            weights, {NAMES: json.dumps([*weights]), COMPLEX: json.dumps(complex_)}
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pipeworker.errors import UnreadableFile
-from pipeworker.record.checkpoint.frozen_weights import ALIGNMENT, COMPLEX, FROZEN, NAMES, header_of
+from pipeworker.record.checkpoint.frozen_weights import COMPLEX, NAMES, header_of
 from pipeworker.record.checkpoint.json_state import as_complex
 
 TensorInfo = tuple[torch.dtype, tuple[int, ...]]
@@ -45,26 +45,15 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def file_layout(
-    infos: Mapping[str, TensorInfo],
-    metadata: Mapping[str, str] = MappingProxyType({}),
-    frozen: Collection[str] = (),
+    infos: Mapping[str, TensorInfo], metadata: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """Return a file's header with `metadata`, and the range of bytes behind it of each tensor.
-
-    The `frozen` tensors come first, if that leaves the others aligned.
-    """
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in infos.items()}
-    size = sum(sizes[name] for name in frozen)
-    if size % ALIGNMENT:
-        frozen, size = (), 0
-    described = {"format": "pt", **metadata, **({FROZEN: str(size)} if size else {})}
-    header: dict[str, object] = {"__metadata__": described}
+    """Return a file's header with `metadata`, and the range of bytes behind it of each tensor."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     ranges: dict[str, tuple[int, int]] = {}
     end = 0
     # Wide ones first, so that each is aligned behind the one before it.
-    order = sorted(infos.items(), key=lambda item: (item[0] not in frozen, -item[1][0].itemsize))
-    for name, (dtype, shape) in order:
-        first, end = end, end + sizes[name]
+    for name, (dtype, shape) in sorted(infos.items(), key=lambda item: -item[1][0].itemsize):
+        first, end = end, end + math.prod(shape) * dtype.itemsize
         ranges[name] = first, end
         header[name] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": (first, end)}
     return header_of(header), ranges

@@ -3,7 +3,7 @@
 In a job of several hosts, one worker a host serves its host's snapshots until all workers are
 built, and a worker fetches from other hosts those that it needs and does not have. Each host's
 snapshots are also mirrored by a neighbour, so that one host may be lost. A snapshot crosses the
-network as it would be on disk: as three files, of which the last one, written last, makes it valid.
+network as it would be on disk: as four files, of which the last one, written last, makes it valid.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from pipeworker.worker.transport.handshake import AuthenticationError, Membershi
 from pipeworker.worker.transport.network import CoordinatorStore, Network
 
 _REQUEST = struct.Struct("<2q")  # rank, slot
-_SIZES = struct.Struct("<3q")  # bytes of each file
-_MIRROR_HEADER = struct.Struct("<4q")  # rank, slot, bytes of the two files with tensors
+_SIZES = struct.Struct("<4q")  # bytes of each file
+_MIRROR_HEADER = struct.Struct("<5q")  # rank, slot, bytes of the files with tensors
 _SIZE = struct.Struct("<q")
 _MIRRORED, _LACKING = b".", b"!"
 _PART = 2
@@ -100,7 +100,7 @@ class SnapshotServer(_Server):
 
     def _serve(self, peer: socket.socket) -> None:
         with peer, suppress(OSError, PeerLeft):  # a rejected peer retries
-            files = self._memory(*_REQUEST.unpack(_receive(peer, _REQUEST.size))).handles
+            files = self._memory(*_REQUEST.unpack(_receive(peer, _REQUEST.size))).plain_last
             sizes = [os.fstat(file).st_size for file in files]
             peer.sendall(_SIZES.pack(*sizes))
             for file, size in zip(files, sizes, strict=True):
@@ -124,7 +124,7 @@ class MirrorServer(_Server):
                 memory.write(2, b"")  # invalid until all of it has come
                 room = cgroups.available_memory() // (_PART * len(self._memories))
                 fits = sum(sizes) - memory.size <= room
-                for file, size in zip(memory.handles, sizes, strict=False):
+                for file, size in zip(memory.plain_last, sizes, strict=False):
                     _receive_file(peer, file if fits else None, size)
                 (size,) = _SIZE.unpack(_receive(peer, _SIZE.size))
                 state = _receive(peer, size)
@@ -165,9 +165,9 @@ class MirrorClient:
                 until = time.monotonic() + timings().reach
                 connection = self._login.connect(self._address, until, lambda: self._closed)
                 self._connection = connection
-            sizes = [os.fstat(file).st_size for file in memory.handles[:2]]
+            sizes = [os.fstat(file).st_size for file in memory.plain_last[:3]]
             connection.sendall(_MIRROR_HEADER.pack(self._rank, slot, *sizes))
-            for file, size in zip(memory.handles, sizes, strict=False):
+            for file, size in zip(memory.plain_last, sizes, strict=False):
                 _send_file(connection, file, size)
             state = memory.paths[2].read_bytes()  # written last, and cleared first
             valid = content_of(state).get("step") == step
@@ -224,7 +224,7 @@ def _fetch(server: socket.socket, rank: int, slot: int) -> SnapshotMemory:
     sizes = _SIZES.unpack(_receive(server, _SIZES.size))
     memory = SnapshotMemory()
     try:
-        for file, size in zip(memory.handles, sizes, strict=True):
+        for file, size in zip(memory.plain_last, sizes, strict=True):
             _receive_file(server, file, size)
     except BaseException:
         memory.close()

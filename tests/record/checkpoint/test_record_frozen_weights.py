@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,15 @@ from torch import nn
 from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.record.checkpoint.checkpoint import Checkpoint
-from pipeworker.record.checkpoint.frozen_weights import ranges
 from pipeworker.record.checkpoint.manifest import Manifest, describe_file, file_names
-from pipeworker.record.checkpoint.snapshot_buffer import file_contents
-from pipeworker.record.checkpoint.snapshot_memory import write_contents
+from pipeworker.record.checkpoint.snapshot_buffer import (
+    SnapshotBuffer,
+    file_contents,
+    snapshot_files,
+)
+from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory, write_contents
 from pipeworker.record.checkpoint.stage_state import StageState
+from pipeworker.record.checkpoint.tensor_file import TensorFile
 from pipeworker.record.rundir import RunDir
 from support.in_process.checkpoints import part, save_worker_files
 
@@ -170,11 +175,19 @@ def test_a_file_system_without_second_names_gets_a_copy(
     Checkpoint(second).verify()
 
 
-def test_a_file_that_was_shortened_is_not_read_for_ever(tmp_path: Path) -> None:
-    path = tmp_path / "part"
-    path.write_bytes(b"12345")
-    with path.open("rb") as file:
-        chunks = ranges(file.fileno(), (b"header", 2, 8), 2)
-        assert [bytes(next(chunks)) for _ in range(3)] == [b"header", b"34", b"5"]
-        with pytest.raises(OSError, match="the file has no byte 5: it was shortened"):
-            next(chunks)
+def test_a_snapshot_in_memory_has_frozen_weights_apart_while_there_are_some() -> None:
+    net = layers()
+    with closing(SnapshotMemory()) as memory:
+        buffer = SnapshotBuffer(memory)
+        for number, frozen in enumerate(([0, 1], [], [0, 1], [0, 1, 2])):
+            for index, layer in enumerate(net):
+                layer.requires_grad_(index not in frozen)
+                weight_of(layer).fill_(number)
+            buffer.fill(number, [part(net, 0)])
+            files = [TensorFile(path) for path in snapshot_files(memory, number, 1).weights]
+            assert len(files) == (2 if frozen == [0, 1] else 1)
+            apart = {int(name[0]) for file in files[1:] for name in file}
+            assert apart == ({0, 1} if frozen == [0, 1] else set())
+            saved = {name: tensor for file in files for name, tensor in file.items()}
+            for name, value in nn.ModuleList(net).state_dict().items():
+                assert torch.equal(saved[name], value)

@@ -52,6 +52,7 @@ def memories() -> Iterator[dict[int, list[SnapshotMemory]]]:
             memory.write(0, bytes([rank, slot]) * 700_000)
             memory.write(1, b"")
             memory.write(2, f"{rank}/{slot}".encode())
+            memory.write(3, bytes([rank]) * slot)
     yield made
     for slots in made.values():
         for memory in slots:
@@ -303,7 +304,7 @@ def test_a_slow_line_may_take_longer_for_a_snapshot_than_for_a_handshake(
                 peer.settimeout(20)
                 peer.sendall(struct.pack("<2q", 3, 0))
                 received = peer.makefile("rb")
-                assert received.read(24) == struct.pack("<3q", size, 0, 0)
+                assert received.read(32) == struct.pack("<4q", size, 0, 0, 0)
                 wait_for_polls(polls, 200)  # for four times the limit of a handshake
                 assert len(received.read(size)) == size
     next(changed, None)
