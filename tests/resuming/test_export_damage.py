@@ -206,7 +206,7 @@ FILES: list[Any] = [
 ]
 FIELDS: dict[str, list[Any]] = {
     "step": COUNTS,
-    "stages": COUNTS,
+    "stages": [0, *COUNTS],
     "files": FILES,
     "scaler": [1],
     "layers": [[], "01", ["0", "0"], ["0", 1], ["0..1"]],

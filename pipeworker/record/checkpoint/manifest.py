@@ -69,6 +69,7 @@ def describe_file(path: Path) -> CheckpointFile:
 
 
 _Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_Positive = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 _Name = Annotated[str, Meta(pattern=_NAME)]
 _Names = Annotated[tuple[str, ...], Meta(min_length=1)]
 
@@ -92,7 +93,7 @@ class Manifest:
     """
 
     step: _Count
-    stages: _Count
+    stages: _Positive
     layers: LayerNames
     files: tuple[CheckpointFile, ...]
     ties: tuple[_Names, ...] = ()
