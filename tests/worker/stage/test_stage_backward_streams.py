@@ -75,12 +75,12 @@ def hooked() -> nn.Module:
     return layer
 
 
-class Watched(nn.Linear):
-    """A layer whose hook on its own output changes nothing."""
+class Doubled(nn.Linear):
+    """A layer whose hook on its own output doubles the gradient."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = super().forward(x)
-        out.register_hook(lambda _: None)  # type: ignore[no-untyped-call]
+        out.register_hook(lambda gradient: 2 * gradient)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -112,8 +112,8 @@ class Slope(nn.Linear):
 def layers() -> list[nn.Module]:
     made = [nn.Linear(WIDTH, WIDTH), Noisy(WIDTH, WIDTH), nn.Tanh(), hooked(), nn.Dropout()]
     made += [NoisyOutput(WIDTH, WIDTH), nn.Tanh(), NoisyPair(), Sum()]
-    made += [Watched(WIDTH, WIDTH), Slope(WIDTH, WIDTH)]
-    made += [Watched(WIDTH, WIDTH), NoisyInput(WIDTH, WIDTH), NoisyIdentity(), NoisyIdentity()]
+    made += [Doubled(WIDTH, WIDTH), Slope(WIDTH, WIDTH)]
+    made += [Doubled(WIDTH, WIDTH), NoisyInput(WIDTH, WIDTH), NoisyIdentity(), NoisyIdentity()]
     return [*made, Noisy(WIDTH, WIDTH)]
 
 
