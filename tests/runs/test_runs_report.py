@@ -9,16 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from pipeworker.display.report.view import ReportView
 from pipeworker.errors import UsageError
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.job.options import Options
+from pipeworker.plan.actions import Kind
 from pipeworker.plan.simulate import Costs
 from pipeworker.record import run_record
 from pipeworker.record.run_record import RunRecord, write_summary
 from pipeworker.record.rundir import RunDir
+from pipeworker.runs import report_page
 from pipeworker.runs.report import report
 from pipeworker.runs.report_page import write_page
 from pipeworker.trace.advice import Advice
+from pipeworker.trace.recorder import UPDATE
 from pipeworker.wire.lines import Verdict
 from support.in_process.checkpoints import complete
 from support.pure.facts import layer, network
@@ -167,6 +171,65 @@ def test_a_page_shows_what_happened_in_order(tmp_path: Path) -> None:
     run_dir.coordinator_log.unlink()
     write_page(run_dir.path, tmp_path / "page.html")
     assert "lost: its processes ended without a summary" in (tmp_path / "page.html").read_text()
+
+
+def test_what_the_page_of_a_run_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = run_of(tmp_path / "run", steps=5)
+    run_dir.evaluation.write_text('{"step": 2, "loss": 1.25, "accuracy": 0.5}\n')
+    record = RunRecord.read(run_dir)
+    record.add_resume({**record.options, "steps": 2000}, {"host": "there"}, 2)
+    write_summary(run_dir, Verdict("done", 0, 5, 90.0, (), 0.25, None, ("killed",)), 2)
+    pages: list[ReportView] = []
+
+    def shown(view: ReportView) -> str:
+        pages.append(view)
+        return ""
+
+    monkeypatch.setattr(report_page, "page", shown)
+    write_page(run_dir.path, tmp_path / "page.html")
+    (view,) = pages
+    assert view.figures == [
+        ("status", "done"),
+        ("steps", "5 of 2,000"),
+        ("loss", "1.0000"),
+        ("best loss", "1.2500"),
+        ("a step", "766 ms"),
+        ("samples/s", "100"),
+        ("tokens/s", "1500"),
+        ("model", "120 TFLOP/s, 90% of the peak"),
+        ("idle", "21.1%"),
+        ("time", "1:30"),
+        ("losses of workers", "1"),
+    ]
+    curves = [(one.name, one.mean, one.others, one.others_name) for one in view.curves]
+    assert curves == [
+        ("loss", [1.0] * 5, {2: 1.25}, "evaluation"),
+        ("samples/s", [100.0] * 5, {}, ""),
+        ("accuracy", [0.5], {}, ""),
+    ]
+    assert [one.title for one in view.steps] == [
+        "step 4, a usual one",
+        "step 5, the slowest that is recorded",
+    ]
+    assert view.planned is not None
+    compute = [
+        *(("F", m, 0.05 + 0.05 * m, 0.1 + 0.05 * m) for m in range(4)),
+        *(("B", m, 0.25 + 0.1 * m, 0.35 + 0.1 * m) for m in range(4)),
+    ]
+    update, *measured = view.steps[0].rows[1]
+    *planned, last = view.planned.rows[1]
+    for boxes, start in ((measured, 0.01), (planned, 0)):
+        for box, (kind, microbatch, begin, end) in zip(boxes, compute, strict=True):
+            assert (box.kind, box.stage, box.microbatch) == (Kind(kind), 1, microbatch)
+            assert (box.begin, box.end) == pytest.approx((start + begin, start + end))
+    for box, times in ((update, (0.001, 0.005)), (last, (0.75, 0.75))):
+        assert (box.kind, box.stage, box.microbatch) == (UPDATE, -1, -1)
+        assert (box.begin, box.end) == pytest.approx(times)
+    assert [box.kind for box in view.steps[0].rows[0]].count(Kind.LOAD) == 1
+    assert [one.label for one in view.memory] == ["worker 0: stage 0", "worker 1: stage 1"]
+    memory = view.memory[1]
+    assert (memory.times[0], memory.times[-1]) == pytest.approx((0.06, 0.66))
+    assert (memory.sizes[0], memory.planned, memory.limit) == (100 << 20, 0, None)
 
 
 def test_a_step_that_took_no_time_is_not_reported(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_skip_connections_are_described() -> None:
 
 def test_ties_have_the_bytes_of_their_parameter() -> None:
     ties = [Tie(("0.weight", "2.weight"))]
-    layers = [nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)]
+    layers = [nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3)]
     outline = outlined(layers, torch.zeros(2, 8), begun(ties))
     assert outline.ties == (LayerSkip(0, 2, 4 * 64),)
 
