@@ -119,6 +119,7 @@ ENDED = """
                     raise ValueError("as asked")
                 if what == "interrupt":
                     os.kill(os.getpid(), 2)
+                    Path("late").touch()  # it has waited for the end of the step
             return x
 
     def model(before=model):
@@ -160,7 +161,8 @@ ENDED = """
         summary = json.loads(Path("run/summary.json").read_text())
         done = summary["steps"]
         run(done, resume=True)
-        report(raised=raised, steps=done, status=summary["status"])
+        late = Path("late").exists()
+        report(raised=raised, steps=done, status=summary["status"], late=late)
     else:
         run(0)
 """
@@ -186,6 +188,7 @@ def test_the_last_whole_step_is_saved_and_resumed(scripts: Scripts, what: str, r
     assert_same(runs[0], expected)
     reported = started.reported(ranks - 1)
     assert reported["steps"] == 3 + (what in ("update", "terminated"))
+    assert not reported["late"]
     saved = (
         f"step {reported['steps']} is saved in run/checkpoints/step-0000000{reported['steps']}; "
         "continue in the script: pipeworker.Pipeline(..., resume=True, run_dir='run')"

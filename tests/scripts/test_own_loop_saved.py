@@ -138,6 +138,15 @@ INTERRUPTED = """
             report(raised=raised)
         train(resume=True)
     else:
+        def model(build=model):
+            os.kill(os.getpid(), 2)
+            raise AssertionError("the interrupt waits for the first step")
+
+        try:
+            train()
+        except KeyboardInterrupt:
+            model = model.__defaults__[0]
+            Path("run").rename("interrupted")
         train()
 """
 
@@ -238,6 +247,7 @@ def test_train_saves_its_last_whole_step_after_an_error(
     (whole, *_) = scripts.start(source, replicas, also=values, FAILS="").succeed()
     run, _ = failed.succeed()
     assert "layer 8 (Fails) raised ValueError: as asked" in failed.reported(1)["raised"]
+    assert "Pipeline(" not in failed.reported(1)["raised"]  # a script's own loop would continue so
     assert failed.reported(0)["steps"] == 3
     assert "step-00000003" in run.stdout
     assert_same(run, whole)
