@@ -14,7 +14,7 @@ import pytest
 
 from pipeworker.host import agent
 from pipeworker.host.agent import unreachable_reason
-from pipeworker.wire.lines import CannotStart, Fork, FromAgent
+from pipeworker.wire.lines import CannotStart, Fork, FromAgent, KeepAlive, encode
 from support.real_jobs.jobs import Jobs
 from support.real_jobs.sources import JOB
 from support.slow import slow
@@ -93,6 +93,25 @@ def test_an_agent_whose_launcher_has_ended_imports_nothing() -> None:
     ended = subprocess.run(words, stdin=reads, capture_output=True, text=True, timeout=60)
     os.close(reads)
     assert (ended.stdout, ended.stderr) == ("0 False\n", "")
+
+
+SILENT = """
+from pipeworker.host.agent import Agent
+from pipeworker.host.session_watcher import SessionWatcher
+Agent(SessionWatcher(""), remote=True).serve()
+"""
+
+
+def test_an_agent_whose_launcher_is_silent_ends() -> None:
+    """Its input stays open, as with a cable that is unplugged."""
+    reads, writes = os.pipe()
+    os.write(writes, encode(KeepAlive(0.2)))
+    words, fast = [sys.executable, "-c", SILENT], {**os.environ, "PIPEWORKER_TIMINGS": "0.1"}
+    ended = subprocess.run(words, stdin=reads, env=fast, capture_output=True, timeout=60)
+    os.close(reads)
+    os.close(writes)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert ended.stdout.startswith(encode(KeepAlive(0.0)) + encode(KeepAlive(0.2)))
 
 
 def test_a_torch_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
