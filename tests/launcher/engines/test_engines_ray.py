@@ -96,6 +96,7 @@ def test_the_cluster_and_its_surroundings(tmp_path: Path, monkeypatch: pytest.Mo
         ({"runtime_env": "nowhere.json"}, "No such file or directory; give JSON, or a file"),
         ({"runtime_env": '{"working_dir": "."}'}, "ray job submit --working-dir FOLDER"),
         ({"resources": '{"TPU": "x"}'}, "--set resources: must be amounts by name"),
+        ({"resources": '{"TPU": 0}'}, "--set resources: must be amounts by name"),
     ],
 )
 def test_a_mistake_is_one_message(settings: dict[str, str], message: str) -> None:
