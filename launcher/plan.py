@@ -14,7 +14,7 @@ import click
 
 from launcher import local
 from launcher.aside import run_aside, temporary_run
-from launcher.command import PATH, Option
+from launcher.command import PATH, Option, is_typed
 from launcher.job_command import FileCommand
 from launcher.options import LAUNCH_PARAMETERS
 from pipeworker.coordinator.job import SLOTS
@@ -41,10 +41,10 @@ from pipeworker.plan.planner import choices
 from pipeworker.plan.planner.planner import whole_text
 from pipeworker.record.files.atomic_file import write_bytes
 
-_OF_SCHEDULE = ("microbatches", "schedule", "virtual_stages", "recompute")
+_OF_SCHEDULE = ("replicas", "microbatches", "schedule", "virtual_stages", "recompute")
 """Options of `launch` that decide a schedule."""
 _OF_MODEL = (
-    *("replicas", "threads", "device", "seed", "precision", "deferred_batch_norm", "compile"),
+    *("threads", "device", "seed", "precision", "deferred_batch_norm", "compile"),
     *("deterministic", "shard_optimizer", "balance", "data_reader", "memory", "no_profile"),
 )
 """Options of `launch` that matter to the facts of a network, or to its division."""
@@ -77,8 +77,11 @@ class PlanCommand(FileCommand):
     def invoke(self, ctx: click.Context) -> Any:
         if ctx.params["job_file"] is not None:
             self.fill_in(ctx)
-        elif ctx.params.pop("config"):
-            raise UsageError("--config: no model is given; add JOB_FILE")
+            return super().invoke(ctx)
+        given = [name for name in _OF_MODEL if is_typed(ctx, name)]  # variables are for all plans
+        given += ["config"] if ctx.params.pop("config") else []
+        if given:
+            raise UsageError(f"{written(given[0])}: no model is given; add JOB_FILE")
         return super().invoke(ctx)
 
 

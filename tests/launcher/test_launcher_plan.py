@@ -187,7 +187,14 @@ def test_the_job_file_may_stand_behind_the_hyphens() -> None:
     assert refused("--stages", "2", "--", "none.py").startswith("job file none.py: No such file")
 
 
-@pytest.mark.parametrize("words", [("--config", "big.toml"), ("--schedule", "auto")])
-def test_a_file_of_options_and_a_search_are_for_a_model(words: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(("--config", "big.toml"), ("--schedule", "auto"), ("--balance", "1,3")),
+        *(("--memory", "1GB"), ("--no-profile",), ("--precision", "bf16")),
+    ],
+)
+def test_a_file_of_options_and_a_search_are_for_a_model(words: tuple[str, ...]) -> None:
     refusal = "no model is given; add JOB_FILE"
     assert refused("--stages", "2", *words).endswith(refusal)
+    assert refused("--stages", "2", *words).startswith(words[0])
