@@ -29,6 +29,8 @@ def read_schedule(schedule: str | Path) -> str:
         return given
     content = given
     name = shown = text.name_of(given)
+    if not given:  # as of a variable that is not set: its path would be the current folder
+        raise UsageError("--schedule: is empty; give a name or the path of a schedule file")
     if not text.is_text(given):
         path = Path(given)
         if path.is_dir():

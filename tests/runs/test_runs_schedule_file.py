@@ -64,6 +64,8 @@ def test_a_file_that_cannot_be_read_is_rejected(tmp_path: Path) -> None:
         read_schedule(tmp_path / "bytes")
     with pytest.raises(UsageError, match=": is a directory; give the path of a file"):
         read_schedule(tmp_path)
+    with pytest.raises(UsageError, match="--schedule: is empty; give a name"):
+        read_schedule("")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UnreadableFile, match="not a regular file"):
         read_schedule(tmp_path / "pipe")
