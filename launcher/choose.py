@@ -48,7 +48,7 @@ _PASSED_ON = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH", "PYTHONHASHSEE
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a job is to run, as the command line specifies it.
+    """The place where a job is to run, as the command line specifies it.
 
     Attributes:
         cluster: which is asked for hosts; empty for none.

@@ -77,7 +77,7 @@ class AgentState:
         is_lost: whether its process has ended.
         may_retry: whether it is worth one attempt to start it again in this generation.
         silence: why it was given up: its silence, or a problem of its host; empty if it was not.
-        waits_for: what its cluster waits for before it starts, as the user was told.
+        waits_for: what its cluster waits for before it starts, as shown to the user.
     """
 
     remote: RemoteAgent

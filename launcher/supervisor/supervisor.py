@@ -67,7 +67,7 @@ class Supervisor:
         self._snapshot: lines.Snapshot | None = None
         self._interrupts = 0
         self._interrupted_at = float("-inf")
-        self._stops_early = False  # before the first step, as the user was told
+        self._stops_early = False  # before the first step, as the warning states
         self._ended = False
         self._lost_hosts: list[str] = []  # reasons, since the generation began
         self._problems: list[str] = []  # of hosts, before the job begins

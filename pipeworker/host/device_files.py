@@ -14,8 +14,9 @@ _FIRST_PID_NAMESPACE, _FIRST_IPC_NAMESPACE = 0xEFFFFFFC, 0xEFFFFFFF
 def remove_device_files(pid: int) -> None:
     """Remove the files of a worker that has ended.
 
-    Torch counts in one of them who uses the memory that a process shares, and the driver has one
-    for events; both remove them only if the process calls the exit handlers of its libraries.
+    In one of them torch counts the processes that use the memory that a process shares, and the
+    driver has one for events. Both remove them only if the process calls the exit handlers of its
+    libraries.
     """
     with suppress(OSError):
         if _has_own_numbers():

@@ -254,7 +254,7 @@ class Options:
 
     @property
     def placement(self) -> Placement:
-        """Which worker of which replica holds which stages."""
+        """The assignment of stages to the workers of replicas."""
         return self.schedule_source.place(self.stages, self.replicas)
 
     @property

@@ -29,7 +29,7 @@ class _Content(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class PlanFile:
-    """What a run was planned to be.
+    """The plan of a run, as its directory records it.
 
     Attributes:
         ranges: the layers of each stage, half-open; empty if only the facts were asked for.

@@ -99,7 +99,7 @@ class RunDir:
 
     @property
     def path(self) -> Path:
-        """Where the directory is now; where it last was if it has been removed or unmounted.
+        """The present path of the directory; its last one if it has been removed or unmounted.
 
         The descriptor of a directory whose file system is unmounted has a path that begins there.
         """

@@ -375,7 +375,7 @@ def _content(path: Path) -> bytes | None:
 def _restore(before: Mapping[Path, bytes | None]) -> None:
     """Give files the content that they had; None for a file that did not exist."""
     for path, content in before.items():
-        with suppress(OSError):  # the user is told of the error, not of this
+        with suppress(OSError):  # the error is reported, not this one
             if content is None:
                 path.unlink(missing_ok=True)
             elif content != _content(path):

@@ -70,7 +70,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Where the time went, as measured and as planned, and what to change.
+    """The use of the time, as measured and as planned, and advice.
 
     Attributes:
         recorded: the mini-batches in question.

@@ -79,7 +79,7 @@ def truncate_rows(path: Path, step: int) -> int:
     """Remove the rows of the steps after `step`, and lines that are not rows.
 
     Returns:
-        How many lines were not rows, but for the last one: an end cut off.
+        The number of lines that were not rows, without the last one: an end cut off.
 
     Raises:
         OSError: the file cannot be written.

@@ -61,7 +61,7 @@ class WorkerTime:
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Where the time of some steps went.
+    """The use of the time of some steps.
 
     Of their seconds the job was `suspended` for some, as by a batch system; they are among those of
     other causes. Workers are by rank.

@@ -40,7 +40,7 @@ Key = tuple[int, int, int, int, Edge, int]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run was planned to do.
+    """The planned actions of a run.
 
     Attributes:
         spans: the simulated actions of a step, by worker of a replica.

@@ -1,4 +1,4 @@
-"""The explanation of a deadlock: first who is stuck first, then what it waits for."""
+"""The explanation of a deadlock: first the action that is stuck first, then what it waits for."""
 
 from __future__ import annotations
 

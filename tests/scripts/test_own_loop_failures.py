@@ -315,7 +315,7 @@ def test_a_computing_rank_is_not_killed_when_another_fails(scripts: Scripts) -> 
                 self.calls += 1
                 while self.calls == 2 and not Path("run/summary.json").exists():
                     time.sleep(0.02)
-                time.sleep(1.0 if self.calls == 2 else 0.0)  # longer than who is stuck may wait
+                time.sleep(1.0 if self.calls == 2 else 0.0)  # longer than a stuck process may wait
                 return super().forward(x)
 
         def model():

@@ -72,7 +72,7 @@ class Evaluations:
         """Count the passes up to a step only; its own checkpoint can be written again.
 
         The step may follow the current one: the checkpoint of a later step may be completed after
-        an earlier snapshot was chosen, and a second loss goes on from it.
+        an earlier snapshot was chosen, and the job resumes from it after a second loss.
         """
         self._values = {at: self._seen[at] for at in sorted(self._seen) if at <= step}
         self._lost = {at for at in self._lost if at < step}

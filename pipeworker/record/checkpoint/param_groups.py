@@ -31,7 +31,7 @@ class SavedOptimizer:
 
     @property
     def scheduled(self) -> int | None:
-        """How often the scheduler has made a step; None if its state does not have that."""
+        """The number of steps of the scheduler; None if its state does not have that."""
         return _steps_of(self.scheduler)
 
 

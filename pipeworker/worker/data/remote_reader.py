@@ -41,7 +41,7 @@ class ReadFailed(PipeworkerError):
     """The process that reads data has failed.
 
     Attributes:
-        failure: what the user is told, without a position.
+        failure: the message for the user, without a position.
     """
 
     def __init__(self, failure: Failure) -> None:

@@ -24,7 +24,7 @@ def split_value(
     has a version counter of its own. Only the samples of micro-batches in `own` are copied.
 
     The pieces of the tensors with the ids in `lent` are parts of them, if they are as a copy would
-    be: the caller copies the pieces before ``data()`` goes on.
+    be: the caller copies the pieces before ``data()`` continues.
     """
     if isinstance(value, torch.Tensor):
         return _split_tensor(value, count, own, lent)

@@ -2,8 +2,8 @@
 
 A backward runs where its schedule and its recompute mode put it, so without a seed of its own it
 would draw what the forward of any layer has left. Seeding each layer takes as long as in a forward,
-and nearly no layer draws in its backward. So a stage looks at the first backwards, and goes on
-seeding only if one of them has drawn.
+and nearly no layer draws in its backward. So a stage watches the first backwards, and seeds
+the others only if one of them has drawn.
 """
 
 from __future__ import annotations
