@@ -52,13 +52,15 @@ _MADE_OF_PARTS: dict[int, tuple[int, set[type]]] = {
 }
 """The number of parts of an encoded value, and their types, by its tag."""
 _WORD = 1 << 63
+_OF_TORCH = [kind for kind in pytree.SUPPORTED_NODES if kind.__module__ == "torch.return_types"]
+"""The classes of what functions of torch return, as ``torch.max(x, 1)``."""
 
 
 class TypeRegistry:
-    """The classes on which all workers agreed, in one order; a number stands for each."""
+    """The classes on which all workers agreed, and torch's own; a number stands for each."""
 
     def __init__(self, classes: Iterable[type] = ()) -> None:
-        self.classes = tuple(classes)
+        self.classes = (*classes, *_OF_TORCH)
         self.numbers = {kind: number for number, kind in enumerate(self.classes)}
 
 
