@@ -115,6 +115,7 @@ def planned(
     """
     options, placement, plan = blueprint.options, blueprint.placement, blueprint.planned
     measured = plan is not None and facts is not None and facts.measured
+    unknown = dict.fromkeys(("forward", "recompute", "backward"))
     seconds = [asdict(one) for one in plan.stage_seconds] if plan and measured else []
     batches = (ready.batch.microbatches for _, ready in workers if ready.batch)
     microbatches = next(batches, options.microbatches)
@@ -129,7 +130,7 @@ def planned(
             "layers": [built.first, built.first + len(built.layers)],
             "classes": [name.rpartition(", ")[2] for name in built.layers],
             "parameters": built.parameters,
-            "seconds": seconds[built.stage] if seconds else None,
+            "seconds": seconds[built.stage] if seconds else unknown,
             "memory_bytes": plan.memory[worker] if plan else None,
             "limit_bytes": plan.limits[worker] if plan else None,
             "device": ready.device,
@@ -137,7 +138,7 @@ def planned(
             "pid": hello.pid,
             "live_activations": kept.activations[built.stage],
             "live_inputs": kept.inputs[built.stage],
-            "recompute": blueprint.recompute[built.stage],
+            "recompute": "always" if (mode := blueprint.recompute[built.stage]) == "auto" else mode,
         }
         for hello, ready in workers
         for built in ready.stages

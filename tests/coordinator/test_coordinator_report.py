@@ -142,7 +142,8 @@ def plan(
     batch: Batch = BATCH, length: int = 0, **options: Any
 ) -> tuple[dict[str, Any], lines.Planned]:
     """Return ``plan.json`` and the line of a job with two workers on two hosts."""
-    job = ScriptedJob(2, layers=("Linear", "ReLU", "Linear"), recompute="never", **options)
+    options.setdefault("recompute", "never")
+    job = ScriptedJob(2, layers=("Linear", "ReLU", "Linear"), **options)
     for rank, host in enumerate(("here", "there")):
         job.receive(Hello(rank, host, 10 + rank))
     job.describe()
@@ -161,8 +162,16 @@ def test_the_plan_as_json() -> None:
     assert [stage["layers"] for stage in content["stages"]] == [[0, 2], [2, 3]]
     assert content["stages"][1]["classes"] == ["Linear"]
     assert content["stages"][1]["live_activations"] == 4
+    unknown = {"forward": None, "recompute": None, "backward": None}  # as in `plan --json`
+    assert [stage["seconds"] for stage in content["stages"]] == [unknown] * 2
     # The plan shows the schedule that runs.
     assert parse("\n".join(content["actions"])) == build("gpipe", 2, 4, "never")
+
+
+def test_a_stage_without_a_plan_of_its_memory_recomputes_always() -> None:
+    content, _ = plan(recompute="auto")
+    assert [stage["recompute"] for stage in content["stages"]] == ["always"] * 2
+    assert content["recompute"] == "auto"
 
 
 def test_the_plan_as_a_line() -> None:
