@@ -63,7 +63,7 @@ def run(rank: RankInfo, request: RunRequest, view: Style) -> int:
         return start_display(prepared.options, prepared.run_dir, style).show
 
     begin = partial(prepare, rank, request)
-    met = rendezvous.rendezvous(rank, _JOB, begin, listen, given(request))
+    met = rendezvous.rendezvous(rank, _JOB, begin, listen, common_options(request))
     settings = Settings(
         rank.rank,
         met.endpoint,
@@ -77,7 +77,7 @@ def run(rank: RankInfo, request: RunRequest, view: Style) -> int:
     return coordinator.finish(status) if coordinator else status
 
 
-def given(request: RunRequest) -> dict[str, str]:
+def common_options(request: RunRequest) -> dict[str, str]:
     """Return what the command line of each rank must have in common, as it writes it.
 
     An interface may have another name on each host, and only rank 0 shows the job.

@@ -65,8 +65,8 @@ class Reply:
     """
 
     packed: Packed
-    before: requests.Place | None = None
-    after: requests.Place | None = None
+    before: requests.DataPlace | None = None
+    after: requests.DataPlace | None = None
     is_last: bool = True
     status: int | None = None
 
@@ -106,7 +106,7 @@ class Replies:
         self._sent += not reply.is_last
         return reply
 
-    def seek(self, place: requests.Place) -> bool:
+    def seek(self, place: requests.DataPlace) -> bool:
         """Continue at a place; return whether the mini-batch after it is kept."""
         for number, reply in enumerate(self._kept):
             if place in (reply.before, reply.after):
@@ -114,7 +114,7 @@ class Replies:
                 return True
         return False
 
-    def drop_before(self, place: requests.Place) -> None:
+    def drop_before(self, place: requests.DataPlace) -> None:
         """Drop what the worker was sent and lies before a place."""
         while self._sent and (after := self._kept[0].after) and after <= place:
             self._drop_oldest()
@@ -204,10 +204,10 @@ class ReaderProcess:
         """Set by the first request."""
         self._first: Packed | None = None
         """The first mini-batch of the job, if it was peeked at."""
-        self._begin: requests.Place | None = None
+        self._begin: requests.DataPlace | None = None
         """The place at which reading began; None before."""
         self._replies = Replies()
-        self._oldest: requests.Place = (0, 0)
+        self._oldest: requests.DataPlace = (0, 0)
         """The place before which the worker needs nothing."""
         self._has_read = False
         self._reads_ahead = False

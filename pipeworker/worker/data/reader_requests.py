@@ -14,11 +14,11 @@ from pipeworker.worker.data.reader import MicroBatches
 
 Position = Mapping[str, Any]
 """A position in the data, as :mod:`pipeworker.worker.data.epoch` describes it."""
-Place = tuple[int, int]
+DataPlace = tuple[int, int]
 """An epoch, and the number of mini-batches read in it."""
 
 
-def place_of(position: Position) -> Place:
+def place_of(position: Position) -> DataPlace:
     """Return the place that a position in the data is about."""
     return position["epoch"], position["read"]
 
@@ -73,7 +73,7 @@ class Next:
         more: whether the worker will need another mini-batch.
     """
 
-    oldest: Place
+    oldest: DataPlace
     more: bool
 
 

@@ -88,7 +88,7 @@ class RemoteReader(Reader):
         self._has_begun = self._has_read = False
         self._before = self._after = _START
         self._remote_length = 0
-        self._copies: deque[requests.Place] = deque(maxlen=_COPIES)
+        self._copies: deque[requests.DataPlace] = deque(maxlen=_COPIES)
         self._left: int | None = None
         if link.living is None and is_generator(data):
             self._start_process()  # it loads the job while this worker builds the model

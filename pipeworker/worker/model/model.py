@@ -29,7 +29,7 @@ from pipeworker.worker.stage.borrowed import Borrowing
 from pipeworker.worker.stage.cut import building
 from pipeworker.worker.stage.cut.part import Cut
 from pipeworker.worker.stage.cut.plan import CutPlan
-from pipeworker.worker.stage.shared_buffers import Place
+from pipeworker.worker.stage.shared_buffers import BufferPlace
 from pipeworker.worker.transport.structure import TypeRegistry
 from pipeworker.worker.update.ties import Ties, reject_common_memory, separate, shared_parameters
 
@@ -217,7 +217,7 @@ class Model:
             if isinstance(entry, nn.Module) and not any(p.requires_grad for p in entry.parameters())
         )
 
-    def shared_buffers(self, part: StageRange) -> dict[Place, str]:
+    def shared_buffers(self, part: StageRange) -> dict[BufferPlace, str]:
         """Return the buffers of a stage that other stages have too, and their names."""
         own = range(part.first, part.stop)
         return {
@@ -325,9 +325,9 @@ class Model:
                 raise UsageError(f"names: {name!r}: the layer has no {key}; it has {known}, …")
 
 
-def buffer_places(entries: Sequence[Any]) -> list[list[Place]]:
+def buffer_places(entries: Sequence[Any]) -> list[list[BufferPlace]]:
     """Return the places of each buffer that is in several layers."""
-    places: dict[int, list[Place]] = {}
+    places: dict[int, list[BufferPlace]] = {}
     for index, entry in enumerate(entries):
         named = entry.named_buffers(remove_duplicate=False) if isinstance(entry, nn.Module) else ()
         for key, buffer in named:

@@ -28,7 +28,7 @@ from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.backward_streams import BackwardStreams
 from pipeworker.worker.stage.borrowed import Borrowing
 from pipeworker.worker.stage.cut.part import Part
-from pipeworker.worker.stage.shared_buffers import Place
+from pipeworker.worker.stage.shared_buffers import BufferPlace
 from pipeworker.worker.stage.skips import StageSkips, Table
 from pipeworker.worker.stage.values import describe, distinct_tensors, is_checked, replace_tensors
 
@@ -109,7 +109,7 @@ class StageConfig:
     deferred_batch_norm: bool = False
     compiler: str | None = None
     borrowing: Borrowing | None = None
-    shared_buffers: Mapping[Place, str] = field(default_factory=dict)
+    shared_buffers: Mapping[BufferPlace, str] = field(default_factory=dict)
 
     @staticmethod
     def of(options: Options, device: torch.device) -> StageConfig:

@@ -12,7 +12,7 @@ from pipeworker.worker import blame
 from pipeworker.worker.stage.slots import Slot, get_slot
 from pipeworker.worker.stage.values import checksums, is_checked, versions
 
-Place = tuple[int, str]
+BufferPlace = tuple[int, str]
 """The index of a layer in the model, and the name of a buffer within the layer."""
 
 
@@ -29,7 +29,9 @@ class SharedBuffers:
         names: the names of the buffers in messages, by place.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], first: int, names: Mapping[Place, str]) -> None:
+    def __init__(
+        self, layers: Sequence[nn.Module], first: int, names: Mapping[BufferPlace, str]
+    ) -> None:
         self._names: dict[Slot, str] = {}
         for (index, key), name in names.items():
             layer, (folder, _, last) = layers[index - first], key.rpartition(".")

@@ -10,21 +10,21 @@ import pytest
 from pipeworker.host import cgroups
 from pipeworker.worker.data.packing import Packed
 from pipeworker.worker.data.reader_process import Replies, Reply
-from pipeworker.worker.data.reader_requests import Place
+from pipeworker.worker.data.reader_requests import DataPlace
 
 
-def reply(before: Place, after: Place, size: int = 1, **more: bool) -> Reply:
+def reply(before: DataPlace, after: DataPlace, size: int = 1, **more: bool) -> Reply:
     return Reply(Packed(bytes(size)), before, after, **{"is_last": False, **more})
 
 
-def read(replies: Replies, *places: Place) -> None:
+def read(replies: Replies, *places: DataPlace) -> None:
     """Keep mini-batches between these places; the worker is sent all of them."""
     for before, after in itertools.pairwise(places):
         replies.add(reply(before if after[0] == before[0] else (after[0], 0), after))
         replies.next()
 
 
-def next_place(replies: Replies) -> Place | None:
+def next_place(replies: Replies) -> DataPlace | None:
     return replies.next().before
 
 

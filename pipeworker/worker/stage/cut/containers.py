@@ -12,7 +12,7 @@ from pipeworker.errors import UsageError
 from pipeworker.worker.internals import pytree
 from pipeworker.worker.stage.values import replace_tensors
 
-Held = list[tuple[Any, Any]]
+Contents = list[tuple[Any, Any]]
 """The containers in the arguments of a call, each with a copy of what it held."""
 Effects = list[tuple[int, Any, Any]]
 """Changes of them: the container's place, the key or index (None: appended) and the value."""
@@ -34,7 +34,7 @@ def _is_mapping(value: Any) -> bool:
     return hasattr(value, "keys") and hasattr(value, "__setitem__")
 
 
-def held_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Held:
+def held_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Contents:
     """Return the mutable containers in the arguments of a call, and copies of their content."""
     return [
         (one, list(one) if isinstance(one, list) else {key: one[key] for key in one.keys()})  # noqa: SIM118
@@ -43,7 +43,7 @@ def held_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Held:
     ]
 
 
-def effects_since(held: Held) -> Effects:
+def effects_since(held: Contents) -> Effects:
     """Return what was put into the containers since :func:`held_by`."""
     found: Effects = []
     for place, (one, before) in enumerate(held):
@@ -102,14 +102,14 @@ def put_back(changed: Changed) -> None:
             one[key] = before
 
 
-def restore(held: Held) -> None:
+def restore(held: Contents) -> None:
     """Put back into the containers what they held."""
     for one, before in held:
         one.clear()
         (one.extend if isinstance(one, list) else one.update)(before)
 
 
-def repeat(held: Held, effects: Effects) -> None:
+def repeat(held: Contents, effects: Effects) -> None:
     """Put the same into the containers of another run."""
     for place, key, value in effects:
         one = held[place][0]

@@ -49,7 +49,7 @@ from pipeworker.worker.stage.cut.containers import (
     put_back,
     repeat,
 )
-from pipeworker.worker.stage.cut.inner_hooks import listening, tell
+from pipeworker.worker.stage.cut.inner_hooks import call_hooks, outputs_within
 from pipeworker.worker.stage.cut.plan import INPUT, CutPlan, Number, skip_name
 from pipeworker.worker.stage.cut.units import stand_in
 from pipeworker.worker.stage.skips import pop, stash
@@ -367,17 +367,17 @@ class Forward:
         """Return stand-ins for what a unit on an earlier stage returned."""
         leaves = self._leaves(layer, self._described[layer])
         structure = self._plan.structures[layer]
-        out, effects, heard = unflatten(structure, iter(leaves), self._types)
+        out, effects, outputs = unflatten(structure, iter(leaves), self._types)
         self._number([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         if effects:
             repeat(held_by(args, kwargs), effects)
-        self._tell(layer, heard)
+        self._call_hooks(layer, outputs)
         return out
 
-    def _tell(self, layer: int, heard: Sequence[Any]) -> None:
-        if heard:
+    def _call_hooks(self, layer: int, outputs: Sequence[Any]) -> None:
+        if outputs:
             unit = self._module.get_submodule(self._plan.units[layer])
-            tell(unit, list(zip(self._plan.hooked[layer], heard, strict=True)))
+            call_hooks(unit, list(zip(self._plan.hooked[layer], outputs, strict=True)))
 
     def _called(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         changed: Changed = []
@@ -385,15 +385,15 @@ class Forward:
         held = held_by(args, kwargs)
         call, hooked = self._calls[layer - self.first], self._plan.hooked[layer]
         if hooked:
-            with listening(self._parts[layer - self.first].unit, sorted({*hooked})) as heard:
+            with outputs_within(self._parts[layer - self.first].unit, sorted({*hooked})) as outputs:
                 out = call(*args, **kwargs)
         else:
-            out, heard = call(*args, **kwargs), []
+            out, outputs = call(*args, **kwargs), []
         effects = effects_since(held)
         put_back(changed)
         if self._leave is not None:
             out = self._replaced(out, self._leave(layer, out))
-        whole = out, effects, [value for _, value in heard]
+        whole = out, effects, [value for _, value in outputs]
         leaves, structure = flatten(whole, self._types)
         if structure != self._plan.structures[layer]:
             raise self._elsewhere(f"{self._plan.units[layer]} returns another structure")
@@ -401,7 +401,7 @@ class Forward:
         if not self._has_fake_weights and any(is_fake(t) for t in leaves if torch.is_tensor(t)):
             raise self._elsewhere(f"{self._plan.units[layer]} got a value that is elsewhere")
         self._number([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-        self._tell(layer, whole[2])
+        self._call_hooks(layer, whole[2])
         return out
 
     def _replaced(self, value: Any, by: Any) -> Any:

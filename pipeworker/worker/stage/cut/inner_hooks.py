@@ -10,7 +10,7 @@ from torch import nn
 
 from pipeworker.worker.internals import forward_hooks_of
 
-Heard = list[tuple[str, Any]]
+Outputs = list[tuple[str, Any]]
 """Names of modules within a unit, and what each returned, in order."""
 
 
@@ -20,25 +20,25 @@ def hooked_in(unit: nn.Module) -> list[str]:
 
 
 @contextmanager
-def listening(unit: nn.Module, names: Sequence[str]) -> Iterator[Heard]:
+def outputs_within(unit: nn.Module, names: Sequence[str]) -> Iterator[Outputs]:
     """Collect what modules within a unit return."""
-    heard: Heard = []
+    outputs: Outputs = []
     handles = [
         unit.get_submodule(name).register_forward_hook(
-            lambda _, __, out, name=name: heard.append((name, out))
+            lambda _, __, out, name=name: outputs.append((name, out))
         )
         for name in names
     ]
     try:
-        yield heard
+        yield outputs
     finally:
         for handle in handles:
             handle.remove()
 
 
-def tell(unit: nn.Module, heard: Heard) -> None:
+def call_hooks(unit: nn.Module, outputs: Outputs) -> None:
     """Call the hooks of modules within a hollow unit with what the real ones returned."""
-    for name, out in heard:
+    for name, out in outputs:
         inner = unit.get_submodule(name)
         for hook in list(forward_hooks_of(inner).values()):
             hook(inner, (), out)

@@ -43,9 +43,9 @@ from pipeworker.worker.stage.cut.calls import (
     with_places,
 )
 from pipeworker.worker.stage.cut.common import CommonVariables
-from pipeworker.worker.stage.cut.containers import Held, effects_since, held_by, restore
+from pipeworker.worker.stage.cut.containers import Contents, effects_since, held_by, restore
 from pipeworker.worker.stage.cut.guards import Guards, refused
-from pipeworker.worker.stage.cut.inner_hooks import Heard, hooked_in, tell
+from pipeworker.worker.stage.cut.inner_hooks import Outputs, call_hooks, hooked_in
 from pipeworker.worker.stage.cut.isolation import Departures, Isolation
 from pipeworker.worker.stage.cut.plan import INPUT, CutPlan, Number
 from pipeworker.worker.stage.cut.shapes import HollowUnit
@@ -391,23 +391,23 @@ class Planning:
         inside = [*tensors_of((args, kwargs)), *tensors_of([before for _, before in held])]
         self._use(inside)
         before = {id(tensor): version_of(tensor) for tensor in inside}
-        out, heard = self._called(name, args, kwargs, held, gets_object, set(before))
+        out, outputs = self._called(name, args, kwargs, held, gets_object, set(before))
         for tensor in inside:
             if version_of(tensor) != before[id(tensor)]:
                 self._note_change(tensor)
-        whole = out, effects_since(held), [value for _, value in heard]
+        whole = out, effects_since(held), [value for _, value in outputs]
         leaves, structure = flatten(whole, self.types)
         self.described.append(descriptions(leaves, name))
         self.plan.units.append(name)
         self.plan.classes.append(type(unit).__name__)
         self.plan.structures.append(structure)
-        self.plan.hooked.append([inner for inner, _ in heard])
+        self.plan.hooked.append([inner for inner, _ in outputs])
         returned = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         passed = {} if held else self._aliases(returned)
         self._number(returned)
         self.plan.counts.append(self._count)
         self._at += 1
-        tell(unit, heard)
+        call_hooks(unit, outputs)
         self.departures.note()
         return replace_tensors(out, passed)
 
@@ -427,8 +427,8 @@ class Planning:
         return aliases
 
     def _called(
-        self, name: str, args: Any, kwargs: Any, held: Held, gets_object: bool, given: set[int]
-    ) -> tuple[Any, Heard]:
+        self, name: str, args: Any, kwargs: Any, held: Contents, gets_object: bool, given: set[int]
+    ) -> tuple[Any, Outputs]:
         """Call a unit; reject that others have changed it so that its call differs."""
         unit, recording, expected = self._units[name], Recording(), None
         hooked = hooked_in(unit.unit)

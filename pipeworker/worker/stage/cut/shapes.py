@@ -20,8 +20,8 @@ from pipeworker.worker.internals import (
     without_fake_modes,
 )
 from pipeworker.worker.stage import rng
-from pipeworker.worker.stage.cut.containers import Held, restore
-from pipeworker.worker.stage.cut.inner_hooks import Heard, listening
+from pipeworker.worker.stage.cut.containers import Contents, restore
+from pipeworker.worker.stage.cut.inner_hooks import Outputs, outputs_within
 from pipeworker.worker.stage.cut.units import call_of, computed_attributes, stand_in
 
 
@@ -62,8 +62,8 @@ class HollowUnit:
             put_hooks(self.unit, later)
 
     def call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: Held, hooked: list[str]
-    ) -> tuple[Any, Heard]:
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: Contents, hooked: list[str]
+    ) -> tuple[Any, Outputs]:
         """Return what the unit, and modules within it, return for fake tensors.
 
         If the unit needs numbers, they are those of a copy. No random number generator changes.
@@ -71,8 +71,8 @@ class HollowUnit:
         with self.itself() as unit, rng.preserve_generators():
             attributes = [(vars(module), dict(vars(module))) for module in unit.modules()]
             try:
-                with listening(unit, hooked) as heard:
-                    return call_of(unit)(*args, **kwargs), heard
+                with outputs_within(unit, hooked) as outputs:
+                    return call_of(unit)(*args, **kwargs), outputs
             except Exception:
                 restore(held)
                 for now, before in attributes:  # a tensor in one, which has a graph, has no copy
@@ -81,8 +81,8 @@ class HollowUnit:
             return self._call_with_numbers(args, kwargs, held, hooked)
 
     def _call_with_numbers(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: Held, hooked: list[str]
-    ) -> tuple[Any, Heard]:
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: Contents, hooked: list[str]
+    ) -> tuple[Any, Outputs]:
         known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         wholes: _Wholes = {}
@@ -111,7 +111,7 @@ class HollowUnit:
                 for key, value in before.items():
                     one[key] = pytree.tree_map_only(torch.Tensor, real, value)
         args, kwargs = pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
-        with without_fake_modes(), listening(copied, hooked) as heard:
+        with without_fake_modes(), outputs_within(copied, hooked) as outputs:
             out = call_of(copied)(*args, **kwargs)
         for one, _ in held:
             for key in range(len(one)) if isinstance(one, list) else list(one.keys()):
@@ -120,8 +120,8 @@ class HollowUnit:
             for key, value in vars(other).items():
                 if vars(own).get(key) is None and value is not None:  # the copy has set it
                     setattr(own, key, pytree.tree_map_only(torch.Tensor, fake, value))
-        told = [(name, pytree.tree_map_only(torch.Tensor, fake, value)) for name, value in heard]
-        return pytree.tree_map_only(torch.Tensor, fake, out), told
+        faked = [(name, pytree.tree_map_only(torch.Tensor, fake, value)) for name, value in outputs]
+        return pytree.tree_map_only(torch.Tensor, fake, out), faked
 
 
 _Wholes = dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
