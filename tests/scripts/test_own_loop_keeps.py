@@ -48,6 +48,8 @@ OFTEN_WRONG = """
             raised.append("nothing")
         except pipeworker.PipeworkerError as error:
             raised.append(f"{type(error).__name__}: {error}")
+            own = isinstance(error, pipeworker.LayerError)
+            assert isinstance(error.__cause__, ValueError) is own
         fails["in"] = ""
 
     with pipeworker.Pipeline(
