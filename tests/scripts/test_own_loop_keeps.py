@@ -274,15 +274,30 @@ AGAIN = """
     def losses(pipe):
         return [pipe.step(batch).loss for batch in data()]
 
-    with pipeworker.Pipeline(model, loss=loss, optimizer=optimizer, run_dir="run") as pipe:
+    def refused(path):
+        try:
+            pipe.load(path)
+        except pipeworker.UsageError as error:
+            return str(error)
+
+    options = dict(loss=loss, optimizer=optimizer)
+    small = lambda: nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 3))
+    with pipeworker.Pipeline(small, run_dir="other", **options) as pipe:
+        pipe.save()
+    with pipeworker.Pipeline(model, run_dir="run", **options) as pipe:
         first = pipe.save()
         before = losses(pipe)
         for layer in pipe.layers.values():
             for parameter in layer.parameters():
                 parameter.square().sum().backward()
-        assert pipe.load(first) == 0
+        damaged = shutil.copytree(first, f"damaged-{rank}")
+        weights = next(Path(damaged).glob("model-*.safetensors"))
+        weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+        wrong = [refused(damaged), refused("other")]
+        assert pipe.steps_done
+        assert pipe.load(first) == pipe.steps_done == 0
         assert not pipe.optimizer.state
-        report(before=before, after=losses(pipe))
+        report(before=before, after=losses(pipe), wrong=wrong)
 """
 
 
@@ -290,13 +305,22 @@ AGAIN = """
 def test_a_step_begins_with_the_state_that_was_loaded_and_without_gradients(
     scripts: Scripts, ranks: int
 ) -> None:
-    """A checkpoint of step 0 has no state of the optimizer: that of later steps goes."""
+    """A checkpoint of step 0 has no state of the optimizer: that of later steps goes.
+
+    One that is damaged or of another model changes nothing.
+    """
     adam = JOB.replace("SGD(params, lr=0.1)", "Adam(params, lr=0.1)")
-    started = scripts.start(script(adam, AGAIN), ranks)
+    started = scripts.start(script("import shutil", adam, AGAIN), ranks)
     started.succeed()
     for rank in range(ranks):
         found = started.reported(rank)
         assert found["before"] == found["after"]
+        damaged, other = found["wrong"]
+        assert "safetensors: cannot be read: it is damaged" in damaged
+        assert other.startswith(
+            "the checkpoint other/checkpoints/step-00000000 is of another model"
+        )
+        assert other.endswith("\n  the pipeline stays open: the call has changed nothing")
 
 
 @pytest.mark.parametrize(

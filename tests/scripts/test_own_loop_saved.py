@@ -57,9 +57,13 @@ def test_a_checkpoint_is_loaded_by_any_number_of_ranks(jobs: Jobs, scripts: Scri
 
 
 GOES_BACK = """
+    def steep(output, target):  # the gradients of all steps are not finite: the scale falls
+        return 1e6 * loss(output, target)
+
     def pipeline(**options):
         return pipeworker.Pipeline(
-            model, loss=loss, optimizer=optimizer, microbatches=4, keep=1, run_dir="run", **options
+            model, loss=steep, optimizer=optimizer, microbatches=4, keep=1, run_dir="run",
+            precision="fp16", **options
         )
 
     pipe = pipeline()
@@ -67,11 +71,10 @@ GOES_BACK = """
     pipe.step(batches[0])
     early = Path("early")
     shutil.copytree(pipe.save(), early)
-    for batch in batches[1:4]:
-        pipe.step(batch)
+    scales = [pipe.step(batch).loss_scale for batch in batches[1:4]]
     pipe.save()
     pipe.load(early)
-    pipe.step(batches[4])
+    scales.append(pipe.step(batches[4]).loss_scale)
     saved = pipe.save().exists()
     pipe.step(batches[5])
     pipe.save()
@@ -80,14 +83,16 @@ GOES_BACK = """
     pipe.close()
     again = pipeline(resume=True)
     same = torch.equal(again.layers[0].weight, pipe.layers[0].weight)
-    report(saved=saved, resumed=again.steps_done, same=same)
+    report(saved=saved, resumed=again.steps_done, same=same, scales=scales)
 """
 
 
 def test_a_run_continues_from_what_a_loop_saved_after_it_went_back(scripts: Scripts) -> None:
     run = scripts.start("import shutil\n" + script(DROPOUT, GOES_BACK), 1)
     run.succeed()
-    assert run.reported(0) == {"saved": True, "resumed": 3, "same": True}
+    scales = run.reported(0).pop("scales")
+    assert run.reported(0) == {"saved": True, "resumed": 3, "same": True, "scales": scales}
+    assert scales[3] == scales[0] > scales[1] > scales[2]
 
 
 def test_train_resumes(jobs: Jobs, scripts: Scripts) -> None:
