@@ -243,6 +243,19 @@ def test_tokens_are_counted_in_steps_alone(scripts: Scripts) -> None:
     assert found["wrong"].startswith("pipeworker.Pipeline(): tokens is an int; make it a function")
 
 
+def test_weights_have_the_names_of_the_script_and_warnings_are_shown(scripts: Scripts) -> None:
+    loop = """
+        with pipeworker.Pipeline(
+            lambda: [*model()], loss=loss, optimizer=optimizer, names={"0": "first"},
+            microbatches=20, run_dir="run",
+        ) as pipe:
+            pipe.step(next(data()))
+    """
+    (run,) = scripts.start(script(JOB, loop), 1, alone=True).succeed()
+    assert {"first.weight", "2.weight"} <= {*run.weights}
+    assert run.stderr.startswith("warning: --microbatches 20: the first mini-batch has only 10")
+
+
 SHARED_BUFFER = """
         class Scale(nn.Linear):
             def __init__(self, table):
