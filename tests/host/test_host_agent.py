@@ -14,7 +14,16 @@ import pytest
 
 from pipeworker.host import agent
 from pipeworker.host.agent import unreachable_reason
-from pipeworker.wire.lines import CannotStart, Fork, FromAgent, KeepAlive, encode
+from pipeworker.record.rundir import file_digest
+from pipeworker.wire.lines import (
+    AgentHello,
+    Buffer,
+    CannotStart,
+    Fork,
+    FromAgent,
+    KeepAlive,
+    encode,
+)
 from support.real_jobs.jobs import Jobs
 from support.real_jobs.sources import JOB
 from support.slow import slow
@@ -93,6 +102,20 @@ def test_an_agent_whose_launcher_has_ended_imports_nothing() -> None:
     ended = subprocess.run(words, stdin=reads, capture_output=True, text=True, timeout=60)
     os.close(reads)
     assert (ended.stdout, ended.stderr) == ("0 False\n", "")
+
+
+def test_an_agent_introduces_its_host_on_a_line_of_its_own() -> None:
+    """What a shell has printed before may lack the end of its line."""
+    words = [sys.executable, "-c", ORPHAN, "", "", __file__, __file__, "CALLER"]
+    variables = {**os.environ, "CALLER": "10.0.0.1 50000 10.0.0.2 22"}
+    ended = subprocess.run(
+        words, input="", env=variables, capture_output=True, text=True, timeout=60
+    )
+    shell, hello, _ = ended.stdout.split("\n", 2)
+    received: Buffer[FromAgent] = Buffer(FromAgent)
+    (event,) = received.feed(f"{hello}\n".encode())
+    assert isinstance(event, AgentHello)
+    assert (shell, event.caller, event.job) == ("", "10.0.0.1", file_digest(Path(__file__)))
 
 
 SILENT = """
