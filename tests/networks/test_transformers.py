@@ -265,6 +265,7 @@ def test_adapters_train_and_the_rest_is_frozen(jobs: Jobs) -> None:
 def test_adapters_of_a_folder_are_trained_and_exported(jobs: Jobs, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     base: Any = causal("Llama")
+    nn.init.uniform_(base.model.norm.weight)  # a copy of it is trained
     base.save_pretrained(tmp_path / "base")
     adapt = """
         from peft import LoraConfig, get_peft_model
@@ -296,7 +297,9 @@ def test_adapters_of_a_folder_are_trained_and_exported(jobs: Jobs, tmp_path: Pat
         "adapter_config.json",
         "adapter_model.safetensors",
     }
-    loaded = peft.PeftModel.from_pretrained(causal("Llama"), out)
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert config["inference_mode"] is True  # as peft itself saves it
+    loaded = peft.PeftModel.from_pretrained(base, out)
     found = loaded.state_dict()
     assert {name for name in run.weights if "lora_" in name} == {n for n in found if "lora_" in n}
     for name, tensor in run.weights.items():
