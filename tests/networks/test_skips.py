@@ -81,6 +81,11 @@ def test_a_unet_equals_the_plain_loop_at_any_number_of_stages(jobs: Jobs) -> Non
             "stash('level0/other', ...): stashed or received here, and not popped",
         ),
         (
+            ('f"level{self.level}"', "f\"{self.level}-{__import__('os').getpid()}\""),
+            1,
+            "and not popped; pop it, by a name that is the same in every process",
+        ),
+        (
             (
                 "import pipeworker",
                 "pipeworker = __import__('types').SimpleNamespace(\n"
@@ -91,7 +96,7 @@ def test_a_unet_equals_the_plain_loop_at_any_number_of_stages(jobs: Jobs) -> Non
             "No skip connection was planned: import pipeworker at the top of",
         ),
     ],
-    ids=["not popped", "not stashed", "other at run time", "imported late"],
+    ids=["not popped", "not stashed", "other at run time", "other by process", "imported late"],
 )
 def test_a_mistake_is_named(jobs: Jobs, change: tuple[str, str], status: int, message: str) -> None:
     source = UNET.replace(*change)

@@ -18,6 +18,8 @@ from pipeworker.errors import SkipError, a_type
 from pipeworker.facts.connections import Skip
 from pipeworker.worker.internals import alias_of, version_of
 
+_SAME_NAME = "by a name that is the same in every process (one made at import is not)"
+
 
 @dataclass(frozen=True, slots=True)
 class StageSkips:
@@ -68,7 +70,7 @@ class Table:
         except KeyError:
             raise SkipError(
                 f"pop({name!r}): no layer stashed it, or it was popped already; stash it before, "
-                "by a name that is the same in every process (one made at import is not)"
+                f"{_SAME_NAME}"
             ) from None
         if version_of(tensor) != version:
             raise SkipError(
@@ -84,7 +86,8 @@ class Table:
         left = [name for name in self._stashed if name not in names]
         if left:
             raise SkipError(
-                f"stash({left[0]!r}, ...): stashed or received here, and not popped; pop it"
+                f"stash({left[0]!r}, ...): stashed or received here, and not popped; pop it, "
+                f"{_SAME_NAME}"
             )
         return {name: self.pop(name) if strict or name in self._stashed else None for name in names}
 
