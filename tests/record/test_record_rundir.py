@@ -48,6 +48,7 @@ def test_an_open_run_directory_is_used_wherever_it_is_moved(tmp_path: Path) -> N
     with pytest.raises(FileNotFoundError):
         run.metrics.touch()
     assert run.path == after
+    assert located(run.metrics) == f"{after}/metrics.jsonl"
     assert not [*tmp_path.iterdir()]
 
 

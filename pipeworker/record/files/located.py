@@ -13,7 +13,8 @@ def located(text: object) -> str:
 
     def present(found: re.Match[str]) -> str:
         try:
-            return str(Path(found[0]).readlink())
+            # The system marks the path of a folder that was removed.
+            return str(Path(found[0]).readlink()).removesuffix(" (deleted)")
         except OSError:  # of another process
             return found[0]
 
