@@ -245,7 +245,7 @@ class LineDisplay:
             plan.bubble,
             len(plan.held) * plan.replicas,
             options.threads,
-            _cores() if plan.hosts == 1 and plan.device == "cpu" else 0,
+            len(os.sched_getaffinity(0)) if plan.hosts == 1 and plan.device == "cpu" else 0,
             sizes(plan.microbatches, options.replicas)[0] * options.accumulate,
             self._seconds / max(1, self._steps),
             plan.step_seconds,
@@ -281,7 +281,3 @@ class LineDisplay:
 
     def close(self) -> None:
         """Restore the terminal."""
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))

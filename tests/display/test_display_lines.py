@@ -452,7 +452,7 @@ def test_the_micro_batches_of_a_step_are_those_of_all_its_mini_batches(
 def test_only_workers_on_the_processor_of_one_host_share_its_cores(
     monkeypatch: pytest.MonkeyPatch, device: str, hosts: int, shares: bool
 ) -> None:
-    monkeypatch.setattr(lines, "_cores", lambda: 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
     out = StringIO()
     display = LineDisplay(Options("job.py", 2, 8), NOWHERE, Style(), out, StringIO())
     display.show(replace(PLANNED, device=device, hosts=hosts))
