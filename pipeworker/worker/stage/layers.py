@@ -21,6 +21,7 @@ from pipeworker.worker import blame
 from pipeworker.worker.internals import (
     alias_of,
     allow_any_number_of_graphs,
+    apply_of,
     calling_around_compilations,
     has_hooks,
 )
@@ -30,7 +31,14 @@ from pipeworker.worker.stage.borrowed import Borrowing
 from pipeworker.worker.stage.cut.part import Part
 from pipeworker.worker.stage.shared_buffers import BufferPlace
 from pipeworker.worker.stage.skips import StageSkips, Table
-from pipeworker.worker.stage.values import describe, distinct_tensors, is_checked, replace_tensors
+from pipeworker.worker.stage.values import (
+    describe,
+    distinct_tensors,
+    is_checked,
+    is_dense,
+    replace_tensors,
+)
+from pipeworker.worker.transport.layout import have_common_elements
 
 Backend = Callable[..., Any]
 _KERNELS = "inductor"
@@ -80,6 +88,20 @@ def _call(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return layer(*args, **kwargs)
 
 
+class _Passed(torch.autograd.Function):
+    """Pass a tensor from one layer to the next as the boundary of a stage does, not as a view."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return gradient
+
+
+_pass: Callable[[torch.Tensor], torch.Tensor] = apply_of(_Passed)
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -278,26 +300,34 @@ class Layers:
 
         The last layer needs no mark: backward begins there. Outputs that the layer returns as it
         got them have nodes of the previous layer's outputs, and are not its own. Torch calls hooks
-        of a tensor before those of its node, and hooks of the layer may draw random numbers. So an
-        alias, which has the mark, replaces an output with hooks; the next layer's are on the alias.
+        of a tensor before those of its node, and hooks of the layer may draw random numbers. So
+        another tensor, whose node has the mark, replaces an output with hooks, and the next layer's
+        hooks are on that one.
 
         Returns:
             The outputs for the next layer.
         """
         previous, nodes = self._nodes, []
-        aliases: dict[int, torch.Tensor] = {}
-        for tensor in distinct_tensors(value):
+        tensors = distinct_tensors(value)
+        hooked: set[int] = set()
+        if torch.is_grad_enabled():
+            hooked = {id(t) for t in tensors if has_hooks(t) and is_dense(t)}
+        # A change in place of a view drops its node. So a view is only for tensors that share
+        # memory, which the next layer cannot change in place on another stage.
+        shares = hooked and have_common_elements([*filter(is_dense, tensors)])
+        passed = alias_of if shares else _pass
+        replaced: dict[int, torch.Tensor] = {}
+        for tensor in tensors:
             node = tensor.grad_fn
-            if has_hooks(tensor) and tensor.layout is torch.strided:
-                alias = alias_of(tensor)
-                if alias.grad_fn is not None:
-                    aliases[id(tensor)], node = alias, alias.grad_fn
+            if id(tensor) in hooked:
+                replaced[id(tensor)] = new = passed(tensor)
+                node = new.grad_fn
             if node is not None:
                 nodes.append(node)
                 if node not in previous:
                     node.register_prehook(lambda _: self.enter_backward(microbatch, layer))
         self._nodes = nodes
-        return replace_tensors(value, aliases)
+        return replace_tensors(value, replaced)
 
     def enter_backward(self, microbatch: int, layer: int) -> None:
         """Note that the backward of a micro-batch has come to a layer, and seed what it draws."""
