@@ -249,9 +249,13 @@ def _device_of(layers: Sequence[nn.Module]) -> torch.device:
 
 
 def _is_unset_buffer(layer: nn.Module, key: str) -> bool:
-    """Return whether a key is that of a buffer that is None, which load_state_dict() refuses."""
+    """Return whether a key is that of a buffer that is None, which load_state_dict() refuses.
+
+    A norm without running statistics has such buffers too, and would use them if they were set.
+    """
     with suppress(AttributeError):  # no buffer
-        return layer.get_buffer(key) is None
+        module = layer.get_submodule(key.rpartition(".")[0])
+        return layer.get_buffer(key) is None and getattr(module, "track_running_stats", True)
     return False
 
 

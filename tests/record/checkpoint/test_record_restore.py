@@ -295,6 +295,16 @@ def test_a_buffer_that_is_none_at_first_is_restored(tmp_path: Path) -> None:
     assert_same(part.layers[0].get_buffer("scale"), torch.full((3,), 7.0))
 
 
+def test_statistics_of_a_norm_that_tracks_none_any_more_are_refused(tmp_path: Path) -> None:
+    def of(*, tracks: bool) -> StageState:
+        layer = nn.BatchNorm1d(2, track_running_stats=tracks)
+        return StageState(LayerNames(("0",)), [layer], [layer.state_dict()])
+
+    save_worker_files(tmp_path, 0, 1, [of(tracks=True)])
+    with pytest.raises(UsageError, match=r"does not have 0\.running_mean"):
+        restore([shard_of(tmp_path)], [of(tracks=False)])
+
+
 class Observer(nn.Module):
     """A module like torch.ao.quantization's observers: data determines its buffer's size."""
 
