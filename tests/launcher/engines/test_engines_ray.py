@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import threading
 import uuid
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Listener
 from pathlib import Path
+from subprocess import PIPE, Popen
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,14 +116,14 @@ def driven_by(monkeypatch: pytest.MonkeyPatch, script: str) -> Ray:
 def test_agents_are_served_by_the_driver_of_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "request"
+    monkeypatch.chdir(tmp_path)
     says = """echo '{"waits": "no room"}'; echo '{"serves": "name"}'; cat"""
-    engine = driven_by(monkeypatch, f"{says}; echo $request > {file}")
+    engine = driven_by(monkeypatch, f'{says}; echo "$request" > request')
     with engine.connected(SPEC):
         (_, agent) = engine.agents(SPEC)
         assert agent.command[agent.command.index("1") - 1] == "name"
     assert capsys.readouterr().err == "no room\n"
-    assert json.loads(file.read_text())["folder"] == "/project"
+    assert json.loads(Path("request").read_text())["folder"] == "/project"
 
 
 @pytest.mark.parametrize(
@@ -233,8 +233,8 @@ NO_ROOM = (
 @pytest.mark.parametrize(
     ("line", "late", "patience", "output", "errors", "status"),
     [
-        ("cat; echo $CALLER; echo wrong >&2; exit 3", 0, 9, "in10.0.0.1\n", "wrong\n", 3),
-        ("echo here", 1, 9, encode(Waiting(NO_ROOM)).decode() + "here\n", "", 0),
+        (f"cat; echo ${CALLER}; echo wrong >&2; exit 3", 0, 9, "in10.0.0.1\n", "wrong\n", 3),
+        ("cat", 1, 9, encode(Waiting(NO_ROOM)).decode() + "in", "", 0),
         ("", 9, -1, encode(Waiting(NO_ROOM)).decode(), f"{NO_ROOM}, for -1 s", 1),
         (None, 0, 9, "", ": /none: No such file or directory", 1),
     ],
@@ -253,14 +253,21 @@ def test_the_driver_carries_the_lines_of_an_agent(
     monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)
     request = replace(GroupRequest.of(SPEC), folder=str(tmp_path), patience=patience)
     own, name = OneProcessRay(late), f"tests-{uuid.uuid4().hex}"
-    words = ["sh", "-c", f"CALLER=${CALLER}; {line}"] if line is not None else ["/none"]
-    with Listener(f"\0{name}", "AF_UNIX") as listener:
-        serve = Driver(own, request, "group").serve
-        threading.Thread(target=serve, args=(listener,), daemon=True).start()
-        pipe = command("launcher.engines.ray_pipe", "", name, "0", *words)
-        done = subprocess.run(pipe, input="in", capture_output=True, text=True, check=False)
-    assert (done.stdout, done.returncode) == (output, status)
-    assert done.stderr.endswith(errors)
+    words = ["/none"] if line is None else ["sh", "-c", line]
+    pipe = command("launcher.engines.ray_pipe", "", name, "0", *words)
+    before = {*threading.enumerate()}
+    with (
+        Listener(f"\0{name}", "AF_UNIX") as listener,
+        Popen(pipe, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True) as process,
+    ):
+        once: Any = SimpleNamespace(accept=iter([listener.accept()]).__next__)
+        with pytest.raises(StopIteration):
+            Driver(own, request, "group").serve(once)
+        found, problems = process.communicate("in")
+    for thread in {*threading.enumerate()} - before:
+        thread.join()
+    assert (found, process.returncode) == (output, status)
+    assert problems.endswith(errors)
     (options,) = own.options
     assert (options["num_cpus"], options["num_gpus"], options["resources"]) == (4, 2, {})
     where = {"placement_group": "group", "placement_group_bundle_index": 0}
