@@ -138,7 +138,7 @@ def launch_events(
     (folder / "events").write_text(found[0])
     (folder / "errors").write_text(found[1])
     program = folder / "program"
-    texts = f"cat {folder}/events; cat {folder}/errors >&2"
+    texts = f"cd '{folder}'; cat events; cat errors >&2"
     program.write_text(f"#!/bin/sh\n{texts}; exit {found[2]}\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
