@@ -146,14 +146,16 @@ INTERRUPTED = """
             report(raised=raised)
         train(resume=True)
     else:
-        def model(build=model):
+        right = model
+
+        def model():
             os.kill(os.getpid(), 2)
             raise AssertionError("the interrupt waits for the first step")
 
         try:
             train()
         except KeyboardInterrupt:
-            model = model.__defaults__[0]
+            model = right
             Path("run").rename("interrupted")
         train()
 """

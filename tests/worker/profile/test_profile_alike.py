@@ -108,7 +108,7 @@ def test_a_layer_whose_library_has_changed_is_another(
         path.write_text(f"from torch import nn\nclass Layer(nn.ReLU):\n    '{text}'\n")
         monkeypatch.syspath_prepend(path.parent)
         keys.append(alike.key_of(importlib.import_module(path.stem).Layer()))
-        monkeypatch.delitem(sys.modules, path.stem)
+        del sys.modules[path.stem]
     assert keys[0] == keys[1] != keys[2]
 
 
