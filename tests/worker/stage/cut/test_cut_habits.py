@@ -233,6 +233,26 @@ class Called(nn.Module):
         return x
 
 
+class Watch(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.register_hook(lambda _: None)  # type: ignore[no-untyped-call]
+        return x
+
+
+class Watched(nn.Module):
+    """A unit returns its argument, which has a hook and is used again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = nn.Linear, nn.Linear, Watch, nn.Linear
+        self.layers = nn.ModuleList(kind(WIDTH, WIDTH) for kind in kinds)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        first, second, watch, last = self.layers
+        before = second(first(x))
+        return last(watch(before)) + before
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -246,6 +266,7 @@ class Called(nn.Module):
         Located,
         Padded,
         Selecting,
+        Watched,
         partial(Strided, looks=False),
         partial(Strided, looks=True),
     ],
