@@ -58,6 +58,13 @@ def mlp() -> list[nn.Module]:
     return [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), Noise(), nn.GELU(), nn.Linear(8, 2)]
 
 
+def noisy(tensor: torch.Tensor) -> torch.Tensor:
+    """Have a hook add noise to the gradient of a tensor; return the tensor."""
+    if tensor.requires_grad:
+        tensor.register_hook(lambda gradient: gradient + torch.randn_like(gradient))  # type: ignore[no-untyped-call]
+    return tensor
+
+
 class Stash(nn.Module):
     """A layer that stashes its input."""
 

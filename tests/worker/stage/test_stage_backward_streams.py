@@ -15,6 +15,7 @@ from torch.nn import functional
 from pipeworker.plan.placement import Placement
 from pipeworker.worker.stage import backward_streams, rng
 from pipeworker.worker.stage.backward_streams import BackwardStreams
+from support.in_process.layers import Layer, noisy
 from support.in_process.pipelines import MODES, Pipeline, filled
 
 WIDTH = 6
@@ -42,11 +43,7 @@ class NoisyOutput(nn.Linear):
     """A layer whose hook on its own output adds noise to the gradient."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = super().forward(x)
-        out.register_hook(  # type: ignore[no-untyped-call]
-            lambda gradient: gradient + torch.randn_like(gradient)
-        )
-        return out
+        return noisy(super().forward(x))
 
 
 class NoisyPair(nn.Module):
@@ -57,9 +54,7 @@ class NoisyPair(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out = x.sin(), self.linear(x)
-        out[1].register_hook(lambda gradient: gradient + torch.randn_like(gradient))
-        return out
+        return x.sin(), noisy(self.linear(x))
 
 
 class Sum(nn.Module):
@@ -88,16 +83,7 @@ class NoisyInput(nn.Linear):
     """A layer whose hook on its input adds noise to the gradient."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x.register_hook(lambda gradient: gradient + torch.randn_like(gradient))  # type: ignore[no-untyped-call]
-        return super().forward(x)
-
-
-class NoisyIdentity(nn.Module):
-    """A layer that returns its input, to whose gradient it adds noise."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x.register_hook(lambda gradient: gradient + torch.randn_like(gradient))  # type: ignore[no-untyped-call]
-        return x
+        return super().forward(noisy(x))
 
 
 class NoisyReLU(nn.Module):
@@ -121,7 +107,7 @@ def mixed_layers() -> list[nn.Module]:
     made = [nn.Linear(WIDTH, WIDTH), Noisy(WIDTH, WIDTH), nn.Tanh(), hooked(), nn.Dropout()]
     made += [NoisyOutput(WIDTH, WIDTH), nn.Tanh(), NoisyPair(), Sum()]
     made += [Doubled(WIDTH, WIDTH), Slope(WIDTH, WIDTH)]
-    made += [Doubled(WIDTH, WIDTH), NoisyInput(WIDTH, WIDTH), NoisyIdentity(), NoisyIdentity()]
+    made += [Doubled(WIDTH, WIDTH), NoisyInput(WIDTH, WIDTH), Layer(noisy), Layer(noisy)]
     return [*made, Noisy(WIDTH, WIDTH)]
 
 

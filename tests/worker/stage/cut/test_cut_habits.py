@@ -25,6 +25,7 @@ from support.in_process.cut_modules import (
     sgd,
     vectors,
 )
+from support.in_process.layers import noisy
 from support.in_process.pipelines import Pipeline, filled
 from support.in_process.plain_loop import assert_equal, plain
 
@@ -395,12 +396,6 @@ def test_a_change_of_the_input_is_made_once(change: Callable[[torch.Tensor], Any
     for stages, mode in ((1, "always"), (3, "never"), (2, "always")):
         pipeline = pipeline_of(module, copy.deepcopy(batches), mse, stages, mode)
         assert pipeline.train(3).losses == expected.losses
-
-
-def noisy(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.requires_grad:
-        tensor.register_hook(lambda gradient: gradient + torch.randn_like(gradient))  # type: ignore[no-untyped-call]
-    return tensor
 
 
 class NoisyUnit(nn.Linear):
