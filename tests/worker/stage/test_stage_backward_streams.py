@@ -104,8 +104,8 @@ class Slope(nn.Linear):
 
 
 def mixed_layers() -> list[nn.Module]:
-    made = [nn.Linear(WIDTH, WIDTH), Noisy(WIDTH, WIDTH), nn.Tanh(), hooked(), nn.Dropout()]
-    made += [NoisyOutput(WIDTH, WIDTH), nn.Tanh(), NoisyPair(), Sum()]
+    made = [nn.Linear(WIDTH, WIDTH), hooked(), nn.Tanh(), Noisy(WIDTH, WIDTH), nn.Identity()]
+    made += [nn.Dropout(), NoisyOutput(WIDTH, WIDTH), nn.Tanh(), NoisyPair(), Sum()]
     made += [Doubled(WIDTH, WIDTH), Slope(WIDTH, WIDTH)]
     made += [Doubled(WIDTH, WIDTH), NoisyInput(WIDTH, WIDTH), Layer(noisy), Layer(noisy)]
     return [*made, Noisy(WIDTH, WIDTH)]
