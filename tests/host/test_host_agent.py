@@ -105,7 +105,7 @@ def test_an_agent_whose_launcher_has_ended_imports_nothing() -> None:
 
 
 def test_an_agent_introduces_its_host_on_a_line_of_its_own() -> None:
-    """What a shell has printed before may lack the end of its line."""
+    """The text that a shell has printed before may lack the end of its line."""
     words = [sys.executable, "-c", ORPHAN, "", "", __file__, __file__, "CALLER"]
     variables = {**os.environ, "CALLER": "10.0.0.1 50000 10.0.0.2 22"}
     ended = subprocess.run(

@@ -175,7 +175,7 @@ class Layers:
         self._step = 0
         self._number = 0
         self._nodes: Sequence[Any] = ()
-        """Those of the last layer's outputs, in the forward that runs."""
+        """The nodes of the last layer's outputs, in the forward that runs."""
 
     def begin(self, step: int, first: int) -> None:
         """Start a mini-batch, whose first micro-batch has the number `first` within the step."""

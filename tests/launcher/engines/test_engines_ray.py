@@ -1,4 +1,4 @@
-"""What Ray is asked for, and its driver; ``tests/clusters/test_ray.py`` runs jobs on a cluster."""
+"""The request for resources of Ray, and the driver; jobs on a cluster are in ``tests/clusters``."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_an_agent_has_the_variables_of_the_launcher_and_the_devices_of_ray(
 
 
 class OneProcessRay:
-    """What the driver uses of Ray; an actor is an object of this process.
+    """The part of Ray that the driver uses; an actor is an object of this process.
 
     Attributes:
         late: how many times to wait for a node.
