@@ -35,7 +35,7 @@ from pipeworker.facts.failure import describe_exit
 from pipeworker.host.hook_process import HookProcess
 from pipeworker.host.lifetime import kill_group
 from pipeworker.host.line_process import LineProcess, start_agent, start_coordinator
-from pipeworker.host.signals import SignalSocket, deferred_interrupt
+from pipeworker.host.signals import ENDS, SignalSocket, deferred_interrupt
 from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.record.files.atomic_file import open_file
 from pipeworker.record.files.located import located
@@ -45,7 +45,6 @@ from pipeworker.runs.begin import PreparedRun
 from pipeworker.wire import interfaces, lines
 from pipeworker.wire.keys import new_token
 
-_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOTICE = signal.SIGUSR1
 """Sent by a cluster that is about to take this host: the job saves a checkpoint and continues."""
 _TAIL = 2000  # bytes of a log that are searched for its last line
@@ -121,7 +120,7 @@ class Launch:
     def run(self) -> lines.Verdict:
         """Run the job to its end; return how it ended, for :meth:`finish`."""
         started = time.monotonic()
-        caught = {*_INTERRUPTS, _NOTICE}
+        caught = {*ENDS, _NOTICE}
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
             caught.remove(signal.SIGHUP)
         try:
@@ -305,14 +304,14 @@ def _read_signals(source: SignalSocket) -> Iterator[Event]:
     numbers = source.read()
     if _NOTICE in numbers:
         yield lines.SaveRequest()
-    for _ in filter(_INTERRUPTS.__contains__, numbers):
+    for _ in filter(ENDS.__contains__, numbers):
         yield lines.Interrupt()
 
 
 def _is_interrupted(source: SignalSocket) -> bool:
     """Return whether a signal to stop has been received since the last reading."""
     try:
-        return bool({*source.read()} & {*_INTERRUPTS})
+        return bool({*source.read()} & {*ENDS})
     except BlockingIOError:
         return False
 
@@ -334,7 +333,7 @@ def run(prepared: PreparedRun, view: Style, agents: Sequence[RemoteAgent]) -> in
         raise
     verdict = launch.run()
     # The job has ended: an interrupt changes nothing. A second one ends a wait for the terminal.
-    with suppress(KeyboardInterrupt), deferred_interrupt(_INTERRUPTS):
+    with suppress(KeyboardInterrupt), deferred_interrupt(ENDS):
         launch.finish(verdict)
         with suppress(OSError):  # no process completes them any more, and they may be large
             prepared.run_dir.checkpoints.remove_leftovers()

@@ -38,9 +38,10 @@ def _run(name: str, *, rank: bool) -> None:
         streams.open_missing()
         streams.accept_any_text()
         sys.path[0] = str(_INSTALLED) if _INSTALLED.is_dir() else _ROOT
-        import cli
-        import launcher.local
-        import launcher.torchrun  # noqa: F401
+        with signals.exit_at_interrupt():
+            import cli
+            import launcher.local
+            import launcher.torchrun  # noqa: F401
 
         sys.path[:] = [*sys.path[1:], *([] if _ROOT in sys.path[1:] else [_ROOT])]
         command = cli.worker if rank else cli.main

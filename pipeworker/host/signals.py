@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
@@ -9,8 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_ENDS = (signal.SIGTERM, signal.SIGHUP)
-USUAL = (signal.SIGINT, *_ENDS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The signals that end a job."""
+_DEADLY = (signal.SIGTERM, signal.SIGHUP)
+"""The signals among them that end a process at once unless it handles them."""
+USUAL = (*ENDS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 """The signals whose handlers in programs raise exceptions, as at a time limit."""
 
 
@@ -47,7 +51,7 @@ def handle_before_job() -> None:
     A process that starts a job calls this before anything else; the job's own handlers replace
     these. A signal that is ignored or handled already keeps its effect.
     """
-    handlers = {**dict.fromkeys(_ENDS, signal.default_int_handler), signal.SIGUSR1: _do_nothing}
+    handlers = {**dict.fromkeys(_DEADLY, signal.default_int_handler), signal.SIGUSR1: _do_nothing}
     for number, handler in handlers.items():
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, handler)
@@ -58,13 +62,13 @@ def ignore_ends() -> None:
 
     Python gives up other handlers then, so a signal would replace the exit status.
     """
-    for number in (signal.SIGINT, *_ENDS):
+    for number in ENDS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def restore_ends() -> None:
     """Have SIGTERM and SIGHUP end this process at once again: its job runs elsewhere."""
-    for number in _ENDS:
+    for number in _DEADLY:
         if signal.getsignal(number) is signal.default_int_handler:
             signal.signal(number, signal.SIG_DFL)
 
@@ -105,6 +109,28 @@ def deferred_interrupt(numbers: Iterable[int] = (signal.SIGINT,)) -> Iterator[No
 
 
 @contextmanager
+def exit_at_interrupt() -> Iterator[None]:
+    """Have an interrupt inside the context end this process at once, with status 130.
+
+    A module that is imported may catch an exception, and Python before 3.12 raises RuntimeError
+    where one ends the definition of a class.
+    """
+    numbers = _raising()
+    for number in numbers:
+        signal.signal(number, lambda *_: os._exit(130))
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.default_int_handler)
+
+
+def _raising() -> list[signal.Signals]:
+    """Return the signals of a job's end that raise KeyboardInterrupt."""
+    return [one for one in ENDS if signal.getsignal(one) is signal.default_int_handler]
+
+
+@contextmanager
 def reported_interrupt(report: Callable[[], bool]) -> Iterator[None]:
     """Call `report` at the first interrupt in the context; if it returns True, that is its effect.
 
@@ -112,10 +138,8 @@ def reported_interrupt(report: Callable[[], bool]) -> Iterator[None]:
     one raises it. Outside of the main thread, and where the program has a handler of its own,
     nothing changes.
     """
-    raises = signal.default_int_handler
-    numbers = [one for one in (signal.SIGINT, *_ENDS) if signal.getsignal(one) is raises]
-    if threading.current_thread() is not threading.main_thread():
-        numbers = []
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = _raising() if is_main else []
     reported = False
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -130,4 +154,4 @@ def reported_interrupt(report: Callable[[], bool]) -> Iterator[None]:
         yield
     finally:
         for one in numbers:
-            signal.signal(one, raises)
+            signal.signal(one, signal.default_int_handler)

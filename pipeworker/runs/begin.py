@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -18,7 +17,7 @@ from typing import Any
 from pipeworker.environment import facts, git, timings
 from pipeworker.errors import InUse, RecordError, UnreadableFile, UsageError
 from pipeworker.facts.criterion import Criterion
-from pipeworker.host.signals import deferred_interrupt
+from pipeworker.host.signals import ENDS, deferred_interrupt
 from pipeworker.job import resume_options
 from pipeworker.job.option_parsing import make_options, workers_per_replica
 from pipeworker.job.options import LOGGERS, Options, override
@@ -228,7 +227,7 @@ class RunRequest:
         with ExitStack() as undo:
             if weights is not None:
                 undo.enter_context(held(weights))
-            with deferred_interrupt((signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+            with deferred_interrupt(ENDS):
                 run_dir, created = rundir.create(self.run_dir, Path(self.job_file))
                 lock = undo.enter_context(self._locked(run_dir, 0.0))
                 if run_dir.run.exists():  # another process has begun a run, and ended

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -182,3 +184,32 @@ def test_a_handler_that_raises_takes_effect_after_the_context(number: signal.Sig
     finally:
         signal.signal(number, before)
     assert done
+
+
+INTERRUPTED_IMPORT = """
+import signal
+import sys
+
+class Interrupts:
+    def __set_name__(self, owner, name):
+        signal.raise_signal(signal.SIGINT)
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "launcher.local":
+            type("Owner", (), {"attribute": Interrupts()})
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Finder())
+sys.argv = ["pipeworker", "status"]
+from pipeworker.__main__ import script
+
+script()
+"""
+
+
+def test_an_interrupt_of_an_import_ends_the_command() -> None:
+    """Python 3.11 would make a RuntimeError of an exception here, whose traceback it would show."""
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr) == (130, "")
