@@ -79,8 +79,11 @@ class SnapshotCopies:
         self.snapshot = self.placed
         return self.snapshot.survives()
 
-    def lose(self, host: int) -> tuple[tuple[int, ...], bool]:
+    def lose(self, host: int, *, had_copies: bool = True) -> tuple[tuple[int, ...], bool]:
         """Record that the memory of a host is gone.
+
+        Unless it `had_copies`, no worker of the present generation had used it: the host may still
+        keep copies of this generation once it is started again.
 
         Returns:
             The ranks whose part of the last snapshot was there, and whether it survives.
@@ -89,8 +92,10 @@ class SnapshotCopies:
         if self.snapshot:
             held = () if host in self.snapshot.lost else self.snapshot.ranks_on(host)
             self.snapshot = replace(self.snapshot, lost=self.snapshot.lost | {host})
-        self.placed = replace(self.placed, lost=self.placed.lost | {host})
-        return held, (self.snapshot or self.placed).survives()
+        placed = replace(self.placed, lost=self.placed.lost | {host})
+        if had_copies:
+            self.placed = placed
+        return held, (self.snapshot or placed).survives()
 
 
 _WORKER_TASKS = 12
@@ -193,13 +198,15 @@ class Forks:
         """Return whether a host has a place in the layout of workers, some of which were forked."""
         return bool(self._hosts) and host in self.copies.placed.hosts
 
-    def lose(self, host: int) -> tuple[tuple[int, ...], bool]:
+    def lose(self, host: int, *, had_workers: bool = True) -> tuple[tuple[int, ...], bool]:
         """Record that a host is lost, with its workers and the copies in its memory.
+
+        `had_workers` is whether its agent had forked a worker since the agent was started.
 
         Returns:
             The ranks of both, and whether the last snapshot survives.
         """
-        copies, survives = self.copies.lose(host)
+        copies, survives = self.copies.lose(host, had_copies=had_workers)
         workers = [rank for rank, where in self._hosts.items() if where == host]
         for rank in workers:
             del self._hosts[rank]

@@ -341,7 +341,7 @@ class Supervisor:
             return
         is_used = self._forks.uses(event.agent) or self._places < self._forks.placement.ranks
         # The host's memory is gone too, with copies of workers that were not forked again.
-        ranks, survives = self._forks.lose(event.agent)
+        ranks, survives = self._forks.lose(event.agent, had_workers=had_workers)
         if not ranks and not is_used:
             self._show(Warned(f"{text}; the job has no worker there, and continues"))
         elif had_workers or ((agent.silence or agent.hello) and agent.may_retry):

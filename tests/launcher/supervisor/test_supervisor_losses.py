@@ -196,6 +196,23 @@ def test_a_host_that_refuses_connections_at_once_is_given_up_after_that_time() -
     assert report == [CannotStart(1, 2, "host b is lost: ssh: Connection refused", 1)]
 
 
+@pytest.mark.parametrize("refused", [0, 2])
+def test_a_host_that_came_back_keeps_copies_however_often_it_was_tried(refused: int) -> None:
+    job = Scripted(agents=remote(1, 1)).running()
+    job.coordinator(Snapshot(4, 0, 2))
+    job.lose(1)
+    found = job.coordinator(Restart(2, "host b is lost", 2))
+    for _ in range(refused):
+        assert sent(job.lose(1, 255, "ssh: Connection refused")) == []
+        found += job.handle(events.Ticked(), 5)
+    job.agent(1, events.CheckedHello(), KeepAlive(0))
+    job.run_workers(found)
+    job.coordinator(Snapshot(8, 1, 2))
+    (lost,) = sent(job.lose(0))
+    assert isinstance(lost, HostLost)
+    assert lost.survives
+
+
 def test_what_workers_of_this_host_started_is_killed_with_their_agent() -> None:
     job = Scripted().running()
     found = job.lose(0)
