@@ -273,10 +273,11 @@ class Generation(FactFinding):
         stops = due.can_save and self.interrupted is not None
         steps = self.progress.steps
         complete = self.progress.saved >= steps and not self.progress.outdated
-        saved = self.progress.saved >= steps or self.snapshots.is_completing(steps)
+        is_completing = self.snapshots.is_completing(steps)
+        saved = self.progress.saved >= steps or is_completing
         if stops and complete:
             return [*due.effects, *self.over(self.stopped)]
-        if due.can_save and saved:
+        if due.can_save and (complete or is_completing):
             self.progress.save_requested = False
         save_due = due.can_save and not saved and (due.is_best or self.save_is_due(now))
         full = due.is_best and self.snapshots.checkpoint_slot is None  # it must not be skipped

@@ -362,6 +362,20 @@ def test_a_checkpoint_requested_twice_is_saved_once() -> None:
     assert of(job.effects, Commit) == [commit(1)]
 
 
+def test_a_checkpoint_requested_before_an_evaluation_of_a_saved_step_is_not_lost() -> None:
+    """The command that requests it waits for another checkpoint than the one that exists."""
+    job = own_loop_job()
+    job.called(CallKind.STEP)
+    job.step(1)
+    job.called(CallKind.SAVE)
+    job.checkpointed()
+    job.request_checkpoint()
+    job.called(CallKind.EVALUATE)
+    assert saves(job.evaluated(1)) == []
+    job.called(CallKind.STEP)
+    assert saves(job.step(2)) == [Advance(Save(2), Update(2))] * 2
+
+
 def test_close_saves_no_checkpoint_that_exists() -> None:
     job = own_loop_job()
     job.called(CallKind.STEP)
