@@ -64,6 +64,11 @@ def test_schedules_stand_side_by_side() -> None:
     assert [found[name][-1] for name in ("zbv", "v-half", "v-min")] == ["4", "3", "2"]
 
 
+def test_a_long_step_is_shown_in_full_digits() -> None:
+    found = rows(shown("--stages", "2", "--microbatches", "5000", "--recompute", "never"))
+    assert (found["gpipe"][1], found["gpipe"][3]) == ("15003", "5000")
+
+
 @pytest.mark.usefixtures("users_defaults")
 @pytest.mark.parametrize("name", sorted(ORDERS))
 @pytest.mark.parametrize("recompute", ["always", "except_first", "never"])

@@ -80,10 +80,15 @@ def side_by_side(found: Mapping[str, EqualStages | str]) -> list[str]:
             [
                 name,
                 str(max(map(len, one.schedule.placement.held))),
-                f"{one.timing.makespan:.4g}",
+                _units(one.timing.makespan),
                 f"{one.timing.bubble:.1%}",
-                f"{one.held:.4g}",
+                _units(one.held),
                 "",
             ]
         )
     return table(rows, right=range(1, 5))
+
+
+def _units(value: float) -> str:
+    """Format a number with four significant digits; a large one without decimals."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
