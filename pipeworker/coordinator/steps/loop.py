@@ -166,6 +166,10 @@ class BaseLoop:
             f"--best {self._options.best}: the evaluation has no such figure; use one of "
             f"{', '.join(names)}, with max: before it if more is better"
         )
+        if len(names) == 1:  # there is no choice
+            lacked = evaluations.criterion.name
+            text = f"--best {self._options.best}: the evaluation has no figure but {names[0]}; "
+            text += f"have metrics() return {lacked}, or leave the option out"
         return Failure(Cause.USAGE, text)
 
     def _evaluated(self, evaluation: Evaluation) -> Evaluated:

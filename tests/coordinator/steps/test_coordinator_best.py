@@ -15,7 +15,7 @@ from pipeworker.facts.criterion import Criterion
 from pipeworker.facts.step import Evaluation
 from pipeworker.wire.messages.checkpoint import Copy, Restore
 from pipeworker.wire.messages.directions import Advance
-from pipeworker.wire.messages.step import Evaluate
+from pipeworker.wire.messages.step import Evaluate, EvaluationDone
 from support.pure.coordinator import (
     ScriptedJob,
     commit,
@@ -150,6 +150,17 @@ def test_a_figure_that_no_evaluation_has_ends_the_job_after_a_checkpoint() -> No
             "--best max:acc: the evaluation has no such figure; use one of loss, accuracy, with "
             "max: before it if more is better"
         )
+
+
+def test_an_evaluation_without_metrics_has_no_choice_of_figures() -> None:
+    job = ScriptedJob(1, evaluate_every=1, best="max:accuracy").running()
+    job.step(1)
+    job.receive(EvaluationDone(0, 1, 1000, Evaluation(1, 0.5)))
+    job.checkpointed()
+    assert job.ended.error == (
+        "--best max:accuracy: the evaluation has no figure but loss; have metrics() return "
+        "accuracy, or leave the option out"
+    )
 
 
 def test_it_ends_the_job_before_any_step_without_one() -> None:
