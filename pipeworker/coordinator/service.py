@@ -344,6 +344,8 @@ def read_start(configuration: Configuration, options: Options, run_dir: RunDir) 
     """
     causes = configuration.causes
     start = Start(causes=causes, elapsed=configuration.elapsed, stages=configuration.stages)
+    if causes:  # an earlier coordinator may have been killed while it replaced a checkpoint
+        run_dir.checkpoints.restore_replaced()
     saved = run_dir.checkpoints.last_step() if causes else -1
     path = options.resume and located(run_dir.checkpoints.at(options.resume_step))
     if saved > options.resume_step:  # the one that the run began with may be deleted by now

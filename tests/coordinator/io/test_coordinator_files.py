@@ -31,6 +31,7 @@ from pipeworker.record.files import atomic_file
 from pipeworker.record.metrics import rows
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire.lines import Configuration, FromCoordinator, Snapshot, Verdict, Warned
+from support.in_process.checkpoints import complete
 
 OPTIONS = Options("job.py", 2, 8)
 COMMIT = Commit(JobState(3), (), ("0",), ())
@@ -427,6 +428,22 @@ def test_a_new_coordinator_resumes_from_a_snapshot_whose_rows_exist(
     assert begins.stages == 1
     assert begins.recorded == steps
     assert (begins.snapshot[0].step if begins.snapshot else 0) == goes_on
+
+
+def test_a_new_coordinator_resumes_from_a_checkpoint_that_was_not_replaced_completely(
+    run_dir: RunDir,
+) -> None:
+    """The step was saved again, after the evaluation with which a resumed run began."""
+    saved = complete(run_dir, 3)
+    saved.rename(saved.with_name(f".{saved.name}.replaced"))
+    left = Configuration(
+        *(OPTIONS.to_json(), str(run_dir.path), "token", "host"),
+        causes=("the coordinator was killed",),
+    )
+    resumed = replace(OPTIONS, resume=str(saved), resume_step=3)
+    begins = read_start(left, resumed, run_dir)
+    assert begins.on_disk
+    assert begins.on_disk[1].step == 3
 
 
 def test_a_directory_that_cannot_be_searched_at_the_end_is_no_error(
