@@ -30,7 +30,7 @@ from launcher.supervisor.supervisor import Supervisor
 from pipeworker.display.style import Style
 from pipeworker.display.thread import start_display
 from pipeworker.environment import timings, versions
-from pipeworker.errors import PipeworkerError, RecordError, UsageError
+from pipeworker.errors import PipeworkerError, ProtocolError, RecordError, UsageError
 from pipeworker.facts.failure import describe_exit
 from pipeworker.host.hook_process import HookProcess
 from pipeworker.host.lifetime import kill_group
@@ -216,8 +216,12 @@ class Launch:
         return events.Started(agent.process.pid, number)
 
     def _read_agent(self, number: int, agent: AgentProcess) -> Iterator[Event]:
-        received, more = agent.process.receive()
         remote = self._remote[number]
+        try:
+            received, more = agent.process.receive()
+        except ProtocolError as error:
+            text = f"{remote.name}: its agent sent an invalid message: {error}"
+            raise ProtocolError(text) from None
         for text in agent.process.skipped():
             self._show(lines.Warned(f"{remote.name} prints before pipeworker begins there: {text}"))
         if any(isinstance(line, lines.AgentHello) for line in received):

@@ -281,6 +281,18 @@ def test_a_host_with_another_python_is_rejected(jobs: Jobs, client: Sshd, tmp_pa
     assert "error: host a: it has python 3.9.1, this host has 3." in run.stderr
 
 
+def test_a_host_whose_shell_prints_without_end_is_named(
+    jobs: Jobs, client: Sshd, tmp_path: Path
+) -> None:
+    endless = tmp_path / "python"
+    endless.write_text(f"#!/bin/sh\nexec yes {'word ' * 200}\n")
+    endless.chmod(0o755)
+    hosts = jobs.write(f"a 1 {endless}\nb 1\n", "hosts")
+    run = jobs.run("--hosts-file", str(hosts), source=GOES_ON)
+    assert run.status == 1
+    assert "error: host a: its agent sent an invalid message: a line of " in run.stderr
+
+
 # Two hosts on one machine.
 
 
