@@ -36,7 +36,7 @@ from pipeworker.host.session_watcher import (
 )
 from pipeworker.host.signals import SignalSocket
 from pipeworker.host.start_progress import reported_progress
-from pipeworker.host.streams import connect_to_null
+from pipeworker.host.streams import connect_to_null, printed_to_stderr
 from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory
 from pipeworker.record.rundir import file_digest
@@ -321,7 +321,9 @@ def main() -> int:
     die_with_parent(parent)  # until it can watch its input
     if has_ended(0):  # the parent has ended before that: importing torch may take long
         return 0
-    with reported_progress(lambda seconds: _send(lines.Starting(seconds))):
+    # Standard output is the pipe to the launcher, and a backend of torch may print at its import.
+    progress = reported_progress(lambda seconds: _send(lines.Starting(seconds)))
+    with progress, printed_to_stderr():
         # For its effect, and by name: a linter removes an import that nothing refers to.
         try:
             importlib.import_module("torch")

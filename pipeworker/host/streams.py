@@ -7,6 +7,7 @@ import io
 import os
 import select
 import sys
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 LOG_PREFIX = "[pipeworker] "
@@ -97,6 +98,19 @@ def connect_to_null(*descriptors: int) -> None:
     for descriptor in descriptors:
         os.dup2(null, descriptor)
     os.close(null)
+
+
+@contextlib.contextmanager
+def printed_to_stderr() -> Iterator[None]:
+    """Send to standard error what this process prints inside the context, C code included."""
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def discard_output() -> None:

@@ -150,3 +150,18 @@ def test_a_torch_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
         f"{socket.gethostname()}: torch cannot be imported: OSError: libcudart.so.13: cannot be "
         f"opened; {sys.executable} -c 'import torch' shows where\n"
     )
+
+
+def test_text_that_torch_prints_at_its_import_is_no_event(tmp_path: Path) -> None:
+    """A backend that torch loads may do so, also in a child process."""
+    prints = "import os\nprint('a backend')\nos.system('echo its child')\nraise OSError('none')\n"
+    (tmp_path / "torch.py").write_text(prints)
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    reads, writes = os.pipe()
+    words = [sys.executable, "-c", ORPHAN]
+    ended = subprocess.run(words, stdin=reads, env=path, capture_output=True, text=True, timeout=60)
+    os.close(reads)
+    os.close(writes)
+    received: Buffer[FromAgent] = Buffer(FromAgent)
+    assert received.feed(ended.stdout.encode())
+    assert sorted(ended.stderr.splitlines()[:2]) == ["a backend", "its child"]
