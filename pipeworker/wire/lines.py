@@ -385,7 +385,7 @@ class Buffer(Generic[E]):
     def __init__(self, direction: Any, *, skips: bool = False) -> None:
         self._accepted = get_args(direction) or (direction,)
         self._rest = b""
-        self._skips = skips
+        self._skips, self._room = skips, _MOST_SKIPPED
         self.skipped: list[str] = []
 
     def feed(self, data: bytes) -> list[E]:
@@ -396,8 +396,9 @@ class Buffer(Generic[E]):
             try:
                 events.append(decode(line))
             except ProtocolError:
-                if not self._skips or sum(map(len, self.skipped)) > _MOST_SKIPPED:
+                if not self._skips or self._room < 0:
                     raise
+                self._room -= len(line)
                 self.skipped += [line.decode(errors="replace")] if line.strip() else []
             else:
                 self._skips = self._skips and isinstance(events[-1], Waiting)
