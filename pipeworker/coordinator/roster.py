@@ -173,6 +173,7 @@ class Roster:
         text = f"the worker of {self.placement.names(report.rank)} {describe_exit(report.code)}"
         member = self.members.get(report.rank)
         if member is None:
+            text = report.unreachable or text
             return Failure(Cause.LOST, text, rank=report.rank, position=report.position)
         if report.code == AGAIN and self.has_several_hosts:
             text = f"{member.full_name} no longer receives from the coordinator; {_LARGE_PACKETS}"

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing_extensions import assert_never
 
 from pipeworker.environment import timings, versions
+from pipeworker.errors import AGAIN
 from pipeworker.host.data_readers import DataReaders, ReaderLink, ReadingClock
 from pipeworker.host.descriptors import check_available, check_tasks, raise_limit
 from pipeworker.host.device_files import remove_device_files
@@ -257,7 +258,8 @@ class Agent:
                 record_unfinished(ring)
                 ring.close()
                 code = os.waitstatus_to_exitcode(wait_status)
-                _send(lines.WorkerExited(request.rank, request.generation, code, position))
+                reason = _cannot_reach(request, "it does not answer") if code == AGAIN else ""
+                _send(lines.WorkerExited(request.rank, request.generation, code, position, reason))
 
     def _kill_all(self) -> None:
         for pid in self._workers:
@@ -278,7 +280,12 @@ def unreachable_reason(request: lines.Fork) -> str:
     if request.local_rank or request.generation > 1:
         return ""
     error = connection_error(request.endpoint, timings().reach)
-    return error and (
+    return error and _cannot_reach(request, error)
+
+
+def _cannot_reach(request: lines.Fork, error: str) -> str:
+    """Return the error message for workers of this host that cannot reach the coordinator."""
+    return (
         f"{socket.gethostname()} cannot reach the coordinator at {request.endpoint}: {error}; the "
         "hosts of a job must reach each other at any port, with no firewall or ssh jump host "
         "between them"

@@ -81,12 +81,16 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class WorkerExited:
-    """A worker process ended at `position`, with an exit status, or a negative signal as `code`."""
+    """A worker process ended at `position`, with an exit status, or a negative signal as `code`.
+
+    `unreachable` is an error message, if the coordinator has not answered the worker.
+    """
 
     rank: int
     generation: int
     code: int
     position: Position
+    unreachable: str = ""
 
 
 @dataclass(frozen=True, slots=True)

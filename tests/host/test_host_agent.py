@@ -7,14 +7,17 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import pytest
 
+from pipeworker.errors import AGAIN
 from pipeworker.host import agent
 from pipeworker.host.agent import unreachable_reason
 from pipeworker.record.rundir import file_digest
+from pipeworker.wire.keys import new_token
 from pipeworker.wire.lines import (
     AgentHello,
     Buffer,
@@ -22,6 +25,7 @@ from pipeworker.wire.lines import (
     Fork,
     FromAgent,
     KeepAlive,
+    WorkerExited,
     encode,
 )
 from support.real_jobs.jobs import Jobs
@@ -165,3 +169,28 @@ def test_text_that_torch_prints_at_its_import_is_no_event(tmp_path: Path) -> Non
     received: Buffer[FromAgent] = Buffer(FromAgent)
     assert received.feed(ended.stdout.encode())
     assert sorted(ended.stderr.splitlines()[:2]) == ["a backend", "its child"]
+
+
+def test_a_worker_whose_coordinator_does_not_answer_names_both() -> None:
+    """In a later generation no check precedes its start."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        endpoint = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
+        words, fast = [sys.executable, "-c", SILENT], {**os.environ, "PIPEWORKER_TIMINGS": "0.1"}
+        fork = replace(request(endpoint, generation=2), token=new_token())
+        received: Buffer[FromAgent] = Buffer(FromAgent)
+        with subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=fast
+        ) as started:
+            assert started.stdin is not None
+            assert started.stdout is not None
+            started.stdin.write(encode(fork))
+            started.stdin.flush()
+            events: list[FromAgent] = []
+            while not any(isinstance(event, WorkerExited) for event in events):
+                line = started.stdout.readline()
+                assert line, "the agent has ended"
+                events += received.feed(line)
+            started.stdin.close()
+    (exited,) = (event for event in events if isinstance(event, WorkerExited))
+    text = f"{socket.gethostname()} cannot reach the coordinator at {endpoint}: it does not answer"
+    assert (exited.code, exited.unreachable.partition(";")[0]) == (AGAIN, text)

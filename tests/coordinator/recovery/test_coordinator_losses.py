@@ -13,6 +13,7 @@ from pipeworker.coordinator.restart_policy import WINDOW
 from pipeworker.coordinator.roster import JOIN_FACTOR
 from pipeworker.coordinator.steps.progress import Start
 from pipeworker.coordinator.waiting import State
+from pipeworker.errors import AGAIN
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
 from pipeworker.plan.actions import format_actions
@@ -67,6 +68,16 @@ def test_messages_of_earlier_workers_are_dropped() -> None:
     assert pickle.dumps(job.job) == before
     effects = [*job.describe(), *job.ready()]
     assert {send.generation for send in of(effects, Send)} == {2}
+
+
+def test_a_new_worker_that_cannot_reach_the_coordinator_names_its_host() -> None:
+    """The line may break after the first start; a worker that has not joined has no known host."""
+    job = replaceable_job().running()
+    job.exited(1, -9)
+    job.join(0)
+    job.handle(WorkerExited(1, 2, AGAIN, NOWHERE, "host b cannot reach the coordinator"))
+    (restart,) = of(job.effects, Restart)[-1:]
+    assert restart.cause == "host b cannot reach the coordinator (stage 1)"
 
 
 def test_new_workers_receive_everything_the_earlier_ones_did() -> None:
