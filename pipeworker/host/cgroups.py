@@ -6,6 +6,7 @@ process's own cgroup counts. Each function takes the `root` of the file system.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,13 +69,14 @@ def _memory_limits(root: Path) -> Iterator[tuple[Path, int]]:
 def _cgroups(controller: str, root: Path) -> Iterator[Path]:
     """Yield the folders of this process's cgroups that may have limits of a controller."""
     own = {}  # paths by controller of version 1; version 2's is ""
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in filter(None, _read(root / "proc/self/cgroup").split("\n")):
         _, controllers, name = line.split(":", 2)
         own.update(dict.fromkeys(controllers.split(","), Path(name)))
-    for line in _read(root / "proc/self/mountinfo").splitlines():
+    # Any mount of the host is listed: its source may be empty, and a path has any bytes but spaces.
+    for line in filter(None, _read(root / "proc/self/mountinfo").split("\n")):
         mount, _, system = line.partition(" - ")
-        _, _, _, mounted, point, *_ = mount.split()
-        kind, _, options = system.split()[:3]
+        _, _, _, mounted, point, *_ = mount.split(" ")
+        kind, _, options = system.split(" ")[:3]
         if kind == "cgroup2":
             path = own.get("")
         elif kind == "cgroup" and controller in options.split(","):
@@ -92,6 +94,6 @@ def _cgroups(controller: str, root: Path) -> Iterator[Path]:
 def _read(path: Path) -> str:
     """Return the text of a file without the space around it; "" if there is none."""
     try:
-        return path.read_text().strip()
+        return os.fsdecode(path.read_bytes()).strip()
     except OSError:
         return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -164,3 +165,24 @@ def test_a_mount_of_a_version_in_which_the_process_has_no_cgroup_has_no_limit(tr
     tree.write("proc/self/cgroup", "4:memory:/job\n")
     tree.mount("/sys/fs/cgroup/unified", "cgroup2")
     assert memory_limit(tree.root) is None
+
+
+@pytest.mark.parametrize(
+    ("point", "source"),
+    [
+        ("/mnt/data", ""),
+        (os.fsdecode(b"/mnt/donn\xe9es"), "/dev/sdb"),
+        ("/mnt/a\x0bb\u2028c", "x y"),
+    ],
+    ids=["an empty source", "a path of other bytes", "a path with line separators"],
+)
+def test_other_mounts_of_the_host_may_be_odd(tree: Tree, point: str, source: str) -> None:
+    source = source.replace(" ", "\\040")  # as the kernel writes it
+    mounts = [
+        f"40 22 0:40 / {point} rw - tmpfs {source} rw,size=4k",
+        "41 22 0:41 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw",
+    ]
+    tree.write("proc/self/cgroup", "0::/job\n")
+    (tree.root / "proc/self/mountinfo").write_bytes(os.fsencode("\n".join(mounts) + "\n"))
+    tree.memory("sys/fs/cgroup/job", f"{64 * MB}", 60 * MB)
+    assert (memory_limit(tree.root), available_memory(tree.root)) == (64 * MB, 4 * MB)
