@@ -107,10 +107,11 @@ def is_parent_stopped() -> bool:
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped by a signal."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        # The name in the file, which any program may set, is cut off at any byte.
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
     except OSError:
         return False
-    return state in ("T", "t")
+    return state in (b"T", b"t")
 
 
 def kill_group(pid: int) -> None:

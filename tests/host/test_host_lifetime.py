@@ -110,3 +110,16 @@ def test_shared_memory_goes_with_the_group_that_made_it(
         assert memory.exists() is stopped
         if stopped:
             memory.unlink()
+
+
+def test_a_process_whose_name_is_cut_off_in_a_character_can_be_stopped() -> None:
+    code = "open('/proc/self/comm', 'wb').write(b'\\xd1'); print(flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:  # type: ignore[call-overload]
+        try:
+            process.stdout.readline()
+            assert not lifetime.is_stopped(process.pid)
+            process.send_signal(signal.SIGSTOP)
+            until(lambda: lifetime.is_stopped(process.pid))
+        finally:
+            process.kill()
