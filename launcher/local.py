@@ -377,14 +377,16 @@ def default_stages(replicas: int) -> int:
     # A user's module in the current folder must not be imported in place of torch's.
     code = "import sys; sys.path[:1] == [''] and sys.path.pop(0); import torch; "
     code += "print(torch.accelerator.device_count())"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    line = [sys.executable, "-c", code]
+    answer = subprocess.run(line, capture_output=True, text=True, errors="replace")
     if answer.returncode:
         reason = [describe_exit(answer.returncode), *answer.stderr.splitlines()][-1]
         raise PipeworkerError(
             f"--stages: torch cannot be imported to count accelerators: {reason}; "
             f"{sys.executable} -c 'import torch' shows where"
         )
-    count = int(answer.stdout or 0)
+    # A sitecustomize or an extension of torch may print other lines.
+    count = next((int(n) for n in reversed(answer.stdout.splitlines()) if n.isdecimal()), 0)
     if not count:
         raise UsageError("--stages: this host has no accelerator; specify the number of stages")
     return max(1, count // max(1, replicas))

@@ -121,6 +121,7 @@ def run_client(words: Sequence[str], text: str, *, label: str, cluster: str) -> 
             input=text,
             capture_output=True,
             text=True,
+            errors="surrogateescape",  # a path, or a message of the site's own, has any bytes
             timeout=_CLIENT_SECONDS,
             check=False,
             env={**os.environ, "LC_ALL": "C"},

@@ -248,6 +248,14 @@ def test_a_torch_that_cannot_count_accelerators_is_reported(
         default_stages(1)
 
 
+def test_what_else_an_interpreter_prints_is_no_count_of_accelerators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answer = subprocess.CompletedProcess[str]([], 0, "using plugin 2\n8\nbye\n", "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    assert default_stages(1) == 8
+
+
 @pytest.mark.parametrize(("replicas", "stages"), [(1, 8), (2, 4), (3, 2), (16, 1)])
 def test_the_default_is_a_stage_for_each_accelerator_of_a_replica(
     monkeypatch: pytest.MonkeyPatch, replicas: int, stages: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -370,6 +371,16 @@ def test_a_rejected_job_and_a_missing_slurm_are_usage_errors(
     assert (commands / "script").read_text() == Slurm().render(spec)
     monkeypatch.setenv("PATH", str(commands / "none"))
     with pytest.raises(UsageError, match="Slurm's command sbatch: No such file"):
+        Slurm().submit(spec)
+
+
+def test_paths_and_messages_have_any_bytes(commands: Path) -> None:
+    spec = replace(SPEC, run_dir=os.fsdecode(os.fsencode(commands) + b"/donn\xe9es"))
+    stand_in(commands, "sbatch", f"cat > {commands}/script; printf '12;r\\351seau\\n'")
+    assert Slurm().submit(spec).job == "12"
+    assert (commands / "script").read_bytes() == os.fsencode(Slurm().render(spec))
+    stand_in(commands, "sbatch", "printf 'sbatch: error: refus\\351\\n' >&2; exit 1")
+    with pytest.raises(UsageError, match="refus\udce9"):
         Slurm().submit(spec)
 
 
