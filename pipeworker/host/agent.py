@@ -23,7 +23,7 @@ from pathlib import Path
 from typing_extensions import assert_never
 
 from pipeworker.environment import timings, versions
-from pipeworker.errors import AGAIN
+from pipeworker.errors import AGAIN, PipeworkerError
 from pipeworker.host.data_readers import DataReaders, ReaderLink, ReadingClock
 from pipeworker.host.descriptors import check_available, check_tasks, raise_limit
 from pipeworker.host.device_files import remove_device_files
@@ -334,6 +334,9 @@ def main() -> int:
         # For its effect, and by name: a linter removes an import that nothing refers to.
         try:
             importlib.import_module("torch")
+            importlib.import_module("pipeworker.worker.internals").preload()
+        except PipeworkerError as error:
+            sys.exit(f"{socket.gethostname()}: {error}")
         except Exception as error:  # of a library that it needs, or of a file with its name
             sys.exit(
                 f"{socket.gethostname()}: torch cannot be imported: {type(error).__name__}: "
@@ -341,7 +344,6 @@ def main() -> int:
             )
         for name in ("process", "model.survey_process", "data.reader_process"):
             importlib.import_module(f"pipeworker.worker.{name}")
-        importlib.import_module("pipeworker.worker.internals").preload()
     die_with_parent(parent, signal.SIGCONT)  # a stopped agent would not see its input end
     gc.freeze()
     raise_limit()  # the memories of many workers need more than a process has at first

@@ -141,8 +141,33 @@ def test_an_agent_whose_launcher_is_silent_ends() -> None:
     assert ended.stdout.startswith(encode(KeepAlive(0.0)) + encode(KeepAlive(0.2)))
 
 
-def test_a_torch_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot be opened')")
+@pytest.mark.parametrize(
+    ("torch", "reason"),
+    [
+        (
+            "raise OSError('libcudart.so.13: cannot be opened')",
+            "torch cannot be imported: OSError: libcudart.so.13: cannot be opened; "
+            f"{sys.executable} -c 'import torch' shows where",
+        ),
+        (
+            """
+import sys, types
+from pipeworker.errors import UsageError
+
+def preload():
+    raise UsageError("TORCHINDUCTOR_CACHE_DIR: there is no home folder")
+
+sys.modules["pipeworker.worker.internals"] = types.SimpleNamespace(preload=preload)
+""",
+            "TORCHINDUCTOR_CACHE_DIR: there is no home folder",
+        ),
+    ],
+    ids=["torch", "the folder of its kernels"],
+)
+def test_a_torch_that_cannot_be_imported_is_one_line(
+    tmp_path: Path, torch: str, reason: str
+) -> None:
+    (tmp_path / "torch.py").write_text(torch)
     words = [sys.executable, "-c", ORPHAN]
     path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     reads, writes = os.pipe()  # the end of this pipe would be that of the launcher
@@ -150,10 +175,7 @@ def test_a_torch_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
     os.close(reads)
     os.close(writes)
     assert ended.returncode == 1
-    assert ended.stderr == (
-        f"{socket.gethostname()}: torch cannot be imported: OSError: libcudart.so.13: cannot be "
-        f"opened; {sys.executable} -c 'import torch' shows where\n"
-    )
+    assert ended.stderr == f"{socket.gethostname()}: {reason}\n"
 
 
 def test_text_that_torch_prints_at_its_import_is_no_event(tmp_path: Path) -> None:

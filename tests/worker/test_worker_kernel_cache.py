@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
 import pytest
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from pipeworker.errors import UsageError
 from pipeworker.worker import kernel_cache
 from support.real_jobs.jobs import Jobs
 from support.slow import slow
@@ -59,6 +61,43 @@ def test_a_folder_that_the_user_chose_is_kept(
     monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path))
     kernel_cache.keep_private()
     assert os.environ[kernel_cache.VARIABLE] == str(tmp_path)
+
+
+def _no_temporary_folder() -> str:
+    raise FileNotFoundError("No usable temporary directory found")
+
+
+def test_without_temporary_folders_the_home_folder_is_used(
+    default: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", _no_temporary_folder)
+    kernel_cache.keep_private()
+    assert os.environ[kernel_cache.VARIABLE] == str(tmp_path / "home/.cache/torchinductor")
+    monkeypatch.setenv(kernel_cache.VARIABLE, str(default))
+    kernel_cache.keep_private()
+    assert os.environ[kernel_cache.VARIABLE] == str(default)
+
+
+@pytest.mark.parametrize("temporary", [True, False])
+def test_an_unknown_user_without_a_home_folder_names_one(
+    tmp_path: Path, temporary: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(kernel_cache.VARIABLE, raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # in no user database
+    default = Path(kernel_cache.default_folder())
+    default.touch()
+    found = f"{default} cannot be used"
+    if not temporary:
+        monkeypatch.setattr(tempfile, "gettempdir", _no_temporary_folder)
+        found = "there are no temporary folders"
+    message = (
+        f"{kernel_cache.VARIABLE}: {found}, and there is no home folder; set it to a folder that "
+        "you alone may write to"
+    )
+    with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
+        kernel_cache.keep_private()
 
 
 @slow
