@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 Task = Callable[[], None]
 
@@ -19,7 +20,7 @@ class TaskThread:
         name: name of the thread.
         failed: called, on the thread, with what a task raised; the thread performs the next task.
             Without it the tasks handle every exception that they expect.
-        niceness: priority of the thread, as :func:`os.setpriority` takes it.
+        niceness: how much lower than its process's the priority of the thread is (:func:`os.nice`).
 
     Raises:
         RuntimeError: the system grants no thread.
@@ -58,7 +59,11 @@ class TaskThread:
 
     def _run(self) -> None:
         if self._niceness:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
+            own = threading.get_native_id()
+            # From that of the process, which has a lower one under `nice`: only root may raise it.
+            lower = os.getpriority(os.PRIO_PROCESS, own) + self._niceness
+            with suppress(OSError):  # a sandbox refuses it: the tasks matter more
+                os.setpriority(os.PRIO_PROCESS, own, lower)
         while (task := self._tasks.get()) is not None:
             try:
                 task()
