@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -46,6 +47,8 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON obje
 _OPTIONS = re.compile(r"(?:^| and )(--[\w-]+)")
 """The options at the beginning of an error, which it is about."""
 _METAVARS = {int: "N", float: "X"}
+_WRONG_PATH = {errno.EACCES, errno.ENAMETOOLONG}
+"""Errors of the system that a path of the command line, a variable or a file causes."""
 
 
 class Shown(click.ClickException):
@@ -74,6 +77,8 @@ def clearly() -> Iterator[None]:
         if any(frame.f_code is click.echo.__code__ for frame, _ in walk_tb(error.__traceback__)):
             raise Shown(RecordError("standard output", error)) from None
         where = f"{error.filename}: " if error.filename else ""
+        if where and error.errno in _WRONG_PATH:
+            raise Shown(UsageError(f"{where}{error.strerror}; give another path")) from None
         raise Shown(PipeworkerError(f"{where}{error.strerror or error}")) from None
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)

@@ -124,9 +124,15 @@ class Defaults:
             raise UsageError(
                 f"{self.where}: {_ARGUMENTS} = {value!r}: must be a list of strings and numbers"
             )
+        self._check_null(_ARGUMENTS, value)
         if not context.params[_ARGUMENTS]:
             context.params[_ARGUMENTS] = tuple(map(str, value))
             context.set_parameter_source(_ARGUMENTS, ParameterSource.DEFAULT_MAP)
+
+    def _check_null(self, key: str, values: Iterable[Any]) -> None:
+        """Reject a text that cannot be a word of a command line, and so no path either."""
+        if found := [one for one in values if "\0" in str(one)]:
+            raise UsageError(f"{self.where}: {key} has {found[0]!r}; remove the null character")
 
     def _convert(self, key: str, value: Any, option: Option, context: click.Context) -> Any:
         """Convert a value of the file as click converts one of the command line."""
@@ -134,6 +140,7 @@ class Defaults:
         many = value if isinstance(value, list) and kinds == _TEXT[0] else [value]
         if any(type(one) not in kinds for one in many):
             raise UsageError(f"{self.where}: {key} = {value!r}: must be {wanted}")
+        self._check_null(key, many)
         text = value if kinds != _TEXT[0] else ",".join(map(str, many))
         is_file = isinstance(option.type, ScheduleType) and (self.folder / text).is_file()
         if is_file or isinstance(option.type, click.Path):

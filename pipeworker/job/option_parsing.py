@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pipeworker.plan.orders import resolve
 from pipeworker.plan.partition import parse_balance
 
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) ?([kmgt]i?b|b|)", re.ASCII | re.IGNORECASE)
+_THREADS = re.compile(r"0*[1-9]\d{0,8}", re.ASCII)
 UNITS = {
     "": 1,
     "b": 1,
@@ -49,7 +51,8 @@ def make_options(job_file: str, stages: int, given: Mapping[str, Any]) -> Option
         chosen["checkpoint_every"] = str(chosen["checkpoint_every"])
     every = chosen.get("evaluate_every")
     if isinstance(every, str) and every.isascii() and every.isdigit():
-        chosen["evaluate_every"] = int(every)
+        with suppress(ValueError):  # Python reads no more than some thousand digits
+            chosen["evaluate_every"] = int(every)
     if isinstance(chosen.get("init_from"), (str, Path)):
         chosen["init_from"] = str(Path(chosen["init_from"]).absolute())
     replicas = chosen.get("replicas", 1)
@@ -61,7 +64,7 @@ def make_options(job_file: str, stages: int, given: Mapping[str, Any]) -> Option
     chosen.setdefault("microbatches", microbatches)
     if "threads" not in chosen:
         threads = os.environ.get("OMP_NUM_THREADS", "1").split(",")[0].strip()  # of the first level
-        chosen["threads"] = int(threads) if threads.isdigit() and int(threads) else 1
+        chosen["threads"] = int(threads) if _THREADS.fullmatch(threads) else 1
     return Options.of({**chosen, "job_file": job_file, "stages": stages})
 
 

@@ -104,6 +104,22 @@ def test_an_empty_path(words: tuple[str, ...], name: str) -> None:
     assert ": is '-', which names no file; see `pipeworker" in result.output
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("launch", "--stages", "2", "--schedule", "{}", "job.py"),
+        ("launch", "--stages", "2", "--config", "{}", "job.py"),
+        ("plan", "--stages", "2", "--svg", "{}"),
+        ("cancel", "{}"),
+    ],
+)
+def test_a_path_that_is_too_long(words: tuple[str, ...]) -> None:
+    words = tuple(word.format("x" * 5000) for word in words)
+    result = CliRunner().invoke(cli.main, words, prog_name="pipeworker")
+    assert result.output.endswith(": File name too long; give another path\n")
+    assert result.exit_code == 2
+
+
 def test_an_accelerator_that_the_host_lacks(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,7 @@ def test_options_that_are_not_given_have_defaults(monkeypatch: pytest.MonkeyPatc
     assert make_options("job.py", 3, {"threads": 2}).threads == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "3, 2")  # for two levels of parallel regions
     assert make_options("job.py", 2, {}).threads == 3
-    for wrong in ("many", "0"):
+    for wrong in ("many", "0", "\u00b2", "9" * 5000):
         monkeypatch.setenv("OMP_NUM_THREADS", wrong)
         assert make_options("job.py", 3, {}).threads == 1
 
@@ -43,6 +43,7 @@ def test_a_balance_may_be_written_in_several_ways(balance: Any) -> None:
             "\u00b2",
             "--evaluate-every \u00b2: must be a number of steps, or epoch",
         ),
+        ("evaluate_every", "9" * 5000, "9: must be a number of steps, or epoch"),
         ("stop_on_nan", 1, "--stop-on-nan 1: must be of type bool, not int"),
         *(("balance", given, "not a list of layer counts") for given in ([1, "2"], (1.5, 1.5))),
         ("clip_grad_norm", "1", "--clip-grad-norm '1': must be of type float, not str"),
