@@ -21,6 +21,7 @@ def causal_loss(output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.
         output: the logits, of shape ``[samples, length, vocabulary]``, or an object that has them
             as ``logits``, as models of transformers return. If its ``loss`` is not None, the
             model computed it from labels in its input, and it is used, with the losses of routers.
+            Without a token to predict that loss is NaN, and counts as 0.
         labels: the tokens, of shape ``[samples, length]`` and dtype int64; the token after each
             position is predicted there, unless it is -100.
     """
@@ -28,7 +29,7 @@ def causal_loss(output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.
     count = (wanted != IGNORED).sum()
     own = getattr(output, "loss", None)
     if own is not None:
-        return own * count, count
+        return torch.where(count > 0, own, 0.0) * count, count
     logits = getattr(output, "logits", output)[:, :-1]
     loss = functional.cross_entropy(
         logits.flatten(0, 1).float(), wanted.flatten(), ignore_index=IGNORED, reduction="sum"
