@@ -55,10 +55,13 @@ def pack(value: Any, tensors: Tensors, name: str, depth: int = 0) -> Any:
     if kind is tuple:
         return {"$tuple": [within(item, key) for key, item in enumerate(value)]}
     if isinstance(value, torch.Tensor):
-        return _pack_tensor(value, tensors, name)
+        packed = pack_tensor(value, tensors, name)
+        if value.is_contiguous():
+            return packed
+        return {"$strided": [packed, [*torch.empty_like(value, device="meta").stride()]]}
     if kind is np.ndarray or isinstance(value, np.generic):
         mark = "$array" if kind is np.ndarray else "$scalar"
-        return {mark: _pack_tensor(_of_numpy(value, name), tensors, name)}
+        return {mark: pack_tensor(_of_numpy(value, name), tensors, name)}
     if kind is dict or kind in _DICTS.values():
         if kind is dict and all(type(k) is str and not k.startswith("$") for k in value):
             return {key: within(item, key) for key, item in value.items()}
@@ -85,7 +88,25 @@ def _of_numpy(value: Any, name: str) -> torch.Tensor:
         ) from None
 
 
-def _pack_tensor(tensor: torch.Tensor, tensors: Tensors, name: str) -> dict[str, Any]:
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements fill its memory, each at a place of its own."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def with_strides(tensor: torch.Tensor, strides: Any) -> torch.Tensor:
+    """Return a copy of a tensor with the strides of one that is whole.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: they are none of a tensor of this shape.
+    """
+    if not is_whole(torch.empty_strided(tensor.shape, strides, device="meta")):
+        raise ValueError(f"the strides {strides!r:.40} leave gaps")
+    kind, device = tensor.dtype, tensor.device
+    return torch.empty_strided(tensor.shape, strides, dtype=kind, device=device).copy_(tensor)
+
+
+def pack_tensor(tensor: torch.Tensor, tensors: Tensors, name: str) -> dict[str, Any]:
+    """Add a tensor to `tensors`, and return what refers to it; its strides are left out."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         raise UsageError(
             f"{name} is a tensor that is sparse, quantized or nested, which no file has"
@@ -134,6 +155,9 @@ def _unpack_marked(
                 return tensors[content]
             case "$complex":
                 return as_complex(tensors[content])
+            case "$strided":
+                inner, strides = _of_type(list, content)
+                return with_strides(_of_type(torch.Tensor, within(inner)), strides)
             case "$array":
                 return within(content).numpy()
             case "$scalar":

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from pipeworker.errors import UsageError
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.record.checkpoint.checkpoint import PackedValue, damaged, read_plain
+from pipeworker.record.checkpoint.json_state import with_strides
 from pipeworker.record.checkpoint.manifest import WorkerFiles
 from pipeworker.record.checkpoint.param_groups import (
     SavedGroup,
@@ -67,6 +68,7 @@ def restore(
                 for key in saved.buffer_keys.get(index, ()):  # which no state dict has
                     buffer = saved.buffers[saved.names.parameter(index, key)].read(torch.Tensor)
                     _set_buffer(layer, key, buffer, _device_of(stage.layers))
+                saved.restore_strides(index, layer)
             _restore_updates(stage, saved, user_code)
 
 
@@ -131,6 +133,7 @@ class _SavedState:
     weights: dict[str, TensorFile] = field(default_factory=dict)
     extra: dict[str, PackedValue] = field(default_factory=dict)
     buffers: dict[str, PackedValue] = field(default_factory=dict)
+    strides: dict[str, Any] = field(default_factory=dict)  # of buffers; none in older files
     states: dict[str, PackedValue] = field(default_factory=dict)  # of optimizers, by parameter
     groups: dict[str, SavedGroup] = field(default_factory=dict)  # by parameter
     weight_keys: Mapping[int, list[str]] = field(init=False)  # by layer
@@ -149,6 +152,7 @@ class _SavedState:
             packed = partial(PackedValue, files.state, TensorFile(files.optimizer))
             self.extra |= {name: packed(value) for name, value in plain["extra"].items()}
             self.buffers |= {name: packed(value) for name, value in plain["buffers"].items()}
+            self.strides |= packed(plain.get("strides", {})).read(dict)
             for update in plain["updates"]:
                 self._add_update(files.state, packed, update)
         self.weight_keys, _ = self.names.by_layer(self.weights)
@@ -223,6 +227,17 @@ class _SavedState:
             if _is_unset_buffer(layer, key):
                 name = self.names.parameter(index, key)
                 _set_buffer(layer, key, self.weights[name][name], device)
+
+    def restore_strides(self, index: int, layer: nn.Module) -> None:
+        """Give buffers the strides that they had: matrix kernels choose their order by these."""
+        for key, buffer in [*layer.named_buffers(remove_duplicate=False)]:
+            strides = self.strides.get(self.names.parameter(index, key))
+            if strides is not None and [*buffer.stride()] != strides:
+                path, _, name = key.rpartition(".")
+                try:
+                    setattr(layer.get_submodule(path), name, with_strides(buffer, strides))
+                except (TypeError, ValueError, RuntimeError) as error:
+                    raise damaged(self.files[0].state, f"{error!s:.80}") from None
 
     def state_of(self, index: int, layer: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the saved state dict of a layer."""
@@ -354,8 +369,8 @@ def _fill_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 def _placed(value: Any, parameter: nn.Parameter, group: Mapping[str, Any], key: Any = None) -> Any:
     """Return a parameter's state on the device on which torch's own load_state_dict() puts it.
 
-    Nothing is cast. A tensor of the parameter's shape gets the parameter's strides, because the
-    file does not have the tensor's own.
+    Nothing is cast. A contiguous tensor of the parameter's shape gets the parameter's strides: an
+    older file does not have the tensor's own.
     """
     if isinstance(value, dict):
         filled = value.copy()  # of its own class
@@ -367,7 +382,7 @@ def _placed(value: Any, parameter: nn.Parameter, group: Mapping[str, Any], key: 
     on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
     if on_host or not isinstance(value, torch.Tensor):
         return value
-    if value.shape != parameter.shape:
+    if value.shape != parameter.shape or not value.is_contiguous():
         return value.to(parameter.device)
     like = torch.empty_like(parameter, dtype=value.dtype)
     same = like.stride() == value.stride() and like.device == value.device

@@ -20,7 +20,7 @@ from torch import nn
 from pipeworker.errors import UsageError, with_article
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.record.checkpoint.frozen_weights import COMPLEX, NAMES
-from pipeworker.record.checkpoint.json_state import Tensors, pack
+from pipeworker.record.checkpoint.json_state import Tensors, is_whole, pack, pack_tensor
 from pipeworker.record.checkpoint.tensor_file import TensorInfo, supports
 
 _MOST_SHOWN = 10
@@ -136,6 +136,18 @@ class StageState:
             if key not in state and self.names.is_first(index, key)
         }
 
+    def buffer_strides(self) -> dict[str, list[int]]:
+        """Return the strides of buffers that have several dims, by name.
+
+        A buffer that is expanded, or a part of other memory, is left out: a copy has other strides.
+        """
+        return {
+            self.names.parameter(index, key): [*buffer.stride()]
+            for index, layer, _ in self.indexed()
+            for key, buffer in layer.named_buffers(remove_duplicate=False)
+            if buffer.layout is torch.strided and buffer.dim() > 1 and is_whole(buffer)
+        }
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return each parameter once, in model order, by the first of its names."""
         found: dict[str, nn.Parameter] = {}
@@ -235,17 +247,20 @@ class WorkerContent:
         content = cls()
         extra: dict[str, Any] = {}
         buffers: dict[str, Any] = {}
+        strides: dict[str, list[int]] = {}
         for stage in stages:
             content.frozen |= stage.frozen()
             for name, value in stage.entries().items():
                 tensors: Tensors = {}
-                packed = pack(value, tensors, name)
+                is_tensor = isinstance(value, torch.Tensor)
+                packed = (pack_tensor if is_tensor else pack)(value, tensors, name)
                 if packed in ({"$tensor": name}, {"$complex": name}):
                     content.weights[name] = tensors[name]
                     if "$complex" in packed:
                         content.complex.append(name)
                 else:
                     extra[name] = pack(value, content.others, name)
+            strides |= stage.buffer_strides()
             for name, buffer in stage.unlisted_buffers().items():
                 with suppress(UsageError):  # a sparse one, which the layer builds again
                     buffers[name] = pack(buffer, content.others, f"buffers/{name}")
@@ -253,7 +268,7 @@ class WorkerContent:
         updates = [
             update for stage in stages for update in stage.pack_updates(elsewhere, content.others)
         ]
-        content.plain = {"extra": extra, "buffers": buffers, "updates": updates}
+        content.plain = {"extra": extra, "buffers": buffers, "updates": updates, "strides": strides}
         for stage in stages:
             if stage.adapters is not None:
                 content.plain["adapters"] = dict(stage.adapters)

@@ -153,6 +153,67 @@ def test_strides_and_shared_memory_are_preserved(tmp_path: Path) -> None:
     assert other.get_buffer("wide").tolist() == [1.0] * 3
 
 
+class Turned(nn.Module):
+    """A layer whose forward replaces buffers by the results of `qr`, which are column by column."""
+
+    basis: torch.Tensor
+    unlisted: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+        self.register_buffer("basis", torch.eye(3))
+        self.register_buffer("unlisted", torch.eye(3), persistent=False)
+        self.register_buffer("rows", torch.linalg.qr(torch.randn(3, 3)).Q)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.basis = torch.linalg.qr(self.weight.detach() @ self.basis + torch.eye(3)).Q
+        self.unlisted = torch.linalg.qr(self.basis + self.unlisted).Q
+        self.rows = (self.get_buffer("rows") @ self.basis).contiguous()
+        return x @ self.basis @ self.unlisted @ self.rows @ self.weight
+
+
+class Rotated(optim.SGD):
+    """An optimizer that keeps a basis of eigenvectors for each matrix, as SOAP does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            state, gradient = self.state[parameter], parameter.grad
+            basis = state.get("basis", torch.eye(3))
+            state["basis"] = torch.linalg.qr(gradient @ basis + torch.eye(3)).Q
+            state["pair"] = [state["basis"].to(torch.complex128), basis]
+            parameter.grad = state["basis"].t() @ gradient @ state["basis"]
+        return super().step(closure)
+
+
+def test_buffers_and_optimizer_state_that_are_column_by_column_stay_so(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = [Turned(), Turned()]
+    updates = [Rotated(layer.parameters(), lr=0.1) for layer in layers]
+    parts = [checkpoints.part([n], 0, u) for n, u in zip(layers, updates, strict=True)]
+    xs = [torch.randn(5, 3) for _ in range(4)]
+
+    def train(number: int, inputs: list[torch.Tensor]) -> None:
+        for x in inputs:
+            updates[number].zero_grad()
+            layers[number](x).square().mean().backward()
+            updates[number].step()
+
+    train(0, xs[:2])
+    save_worker_files(tmp_path, 0, 1, [checkpoints.part([layers[0]], 0, updates[0])])
+    restore([shard_of(tmp_path)], parts[1:])
+    states = [next(iter(update.state.values())) for update in updates]
+    pairs = [*zip(layers[0].buffers(), layers[1].buffers(), strict=True)]
+    pairs += [(states[0]["basis"], states[1]["basis"])]
+    pairs += zip(states[0]["pair"], states[1]["pair"], strict=True)
+    for left, right in pairs:
+        assert torch.equal(left, right)
+        assert left.stride() == right.stride()
+    train(0, xs[2:])
+    train(1, xs[2:])
+    assert torch.equal(layers[0].weight, layers[1].weight)
+
+
 def test_optimizer_state_of_every_class_of_dict_is_restored(tmp_path: Path) -> None:
     layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
     updates = [optim.SGD(layer.parameters()) for layer in layers]
