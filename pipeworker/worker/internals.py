@@ -98,6 +98,8 @@ unsaved_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persisten
 """Returns the names of a module's buffers that its state dict leaves out; no public name has it."""
 FAKE_LOGGER = "torch._subclasses.fake_tensor"
 """The name of the logger that reports each operation that fails on fake tensors."""
+current_backward: Callable[[], int] = _find("torch._C._current_graph_task_id")
+"""Returns the number of the backward that calls a hook, to distinguish several within a forward."""
 _saved_hooks: Callable[[bool], Any] = _find("torch._C._autograd._top_saved_tensors_default_hooks")
 _transform: Callable[[], Any] = _find("torch._C._functorch.peek_interpreter_stack")
 _pop_mode: Callable[[], Any] = _find("torch.overrides._pop_mode")

@@ -314,6 +314,15 @@ def _saved_hooks_work() -> bool:
         return before is None and internals.saved_tensor_hooks() is not None
 
 
+def _backwards_are_numbered() -> bool:
+    x = torch.ones(1, requires_grad=True)
+    numbers: list[int] = []
+    x.register_hook(lambda _: numbers.append(internals.current_backward()))  # type: ignore[no-untyped-call]
+    for _ in range(2):
+        torch.autograd.grad(x * 2, x)
+    return len({*numbers}) == 2
+
+
 def _backward_hooks_work() -> bool:
     modules = nn.Identity(), nn.Identity(), nn.Identity()
     modules[0].register_full_backward_hook(lambda *_: None)
@@ -364,6 +373,7 @@ BEHAVIOURS: dict[str, Callable[[], bool]] = {
     "torch.nn.Module._non_persistent_buffers_set": _saved_buffers_work,
     "torch.nn.Module._forward_hooks, _forward_pre_hooks, _backward_hooks": _module_hooks_work,
     "torch._C._autograd._top_saved_tensors_default_hooks": _saved_hooks_work,
+    "torch._C._current_graph_task_id": _backwards_are_numbered,
     "torch.nn.Module._backward_pre_hooks": _backward_hooks_work,
     "torch._ops.OpOverload._schema": _schema_works,
     "torch.overrides._push_mode, _pop_mode": _modes_work,

@@ -53,6 +53,7 @@ ALTERED: dict[str, tuple[str, Any]] = {
         "take_hooks",
         lambda _: [],
     ),
+    "torch._C._current_graph_task_id": ("current_backward", lambda: 1),
     "torch._C._autograd._top_saved_tensors_default_hooks": ("saved_tensor_hooks", lambda: None),
     "torch.nn.Module._backward_pre_hooks": ("has_backward_hooks", lambda _: False),
     "torch._ops.OpOverload._schema": ("changed_by", lambda *_: iter(())),

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import permutations
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeworker.errors import UsageError
 from pipeworker.facts.connections import Borrowed
-from pipeworker.plan.ties import LOSS, used_elsewhere
-from pipeworker.worker.internals import AccumulateGrad, sequence_of
+from pipeworker.plan.ties import LOSS, MODEL, used_elsewhere
+from pipeworker.worker.internals import AccumulateGrad, current_backward, sequence_of
 from pipeworker.worker.stage import losses
 from pipeworker.worker.stage.values import distinct_tensors
 
@@ -44,6 +47,7 @@ class Borrowing:
     notes: list[str] = field(default_factory=list)
     _known: set[tuple[str, int]] = field(default_factory=set)
     """The users that were watched before, with the index of the layer."""
+    _noted: set[str] = field(default_factory=set)
 
     def watching(
         self, user: str, index: int, layer: nn.Module, call: Callable[..., Any]
@@ -69,7 +73,8 @@ class Borrowing:
                 )
             begin = sequence_of(torch.ones((), device="cpu", requires_grad=True).clone().grad_fn)
             before = {tensor.grad_fn for tensor in distinct_tensors(args)}
-            output = call(*args)
+            is_layer = user not in (LOSS, MODEL)
+            output = (self.checking_gradients(user, call) if is_layer else call)(*args)
             given = distinct_tensors(args)  # a layer may return a parameter of its own
             own = {id(parameter) for parameter in (*layer.parameters(), *given)}
             nodes, older = _graph(distinct_tensors(output), begin)
@@ -98,6 +103,79 @@ class Borrowing:
             return output
 
         return watched
+
+    def checking_gradients(self, user: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a layer's `call` as a function that refuses a gradient that depends on the stages.
+
+        A forward may take the gradient by one of its inputs, and this may pass through another
+        input that depends on the first one. The gradient then passes through earlier layers, of
+        which a stage has only its own. Whether inputs from another stage depend on each other is
+        unknown here, so a note is added for these. `user` is what messages call the layer.
+
+        Raises:
+            UsageError: as the function is called.
+        """
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            inputs = [t for t in distinct_tensors((args, kwargs)) if t.requires_grad]
+            if len(inputs) < 2:
+                return call(*args, **kwargs)
+            edges = [get_gradient_edge(tensor) for tensor in inputs]  # before a change in place
+            reached: dict[int, set[int]] = {}  # inputs, by the backward that computed a gradient
+
+            def hook(number: int, gradient: torch.Tensor | None) -> None:
+                if gradient is not None:  # else the gradient is of another output of the same node
+                    reached.setdefault(current_backward(), set()).add(number)
+
+            hooks: list[Any] = [
+                tensor.register_hook(partial(hook, number))  # type: ignore[no-untyped-call]
+                for number, tensor in enumerate(inputs)
+            ]
+            try:
+                output = call(*args, **kwargs)
+            finally:
+                for handle in hooks:
+                    handle.remove()
+            for numbers in reached.values():
+                for through, by in permutations(numbers, 2):
+                    self._check_gradient(user, edges[through], edges[by])
+            return output
+
+        return checked
+
+    def _check_gradient(self, user: str, through: GradientEdge, by: GradientEdge) -> None:
+        """Check a gradient by an input that may have passed through another one."""
+        met = _outputs_met(through, by.node)
+        taken = f"{user}: takes a gradient by one of its inputs (torch.autograd.grad)"
+        if by.output_nr in met:
+            raise UsageError(
+                f"{taken}, and another input depends on that one by earlier layers, which other "
+                "stages may have. For the part of the gradient within the layer, compute with "
+                "x.view_as(x) and take it by that; for the whole, have one layer do it all"
+            )
+        if met and by.node.name() == "_BoundaryBackward":
+            note = (
+                f"{taken}, which another stage sent; if another input depends on that one, the "
+                "gradient lacks the part by earlier layers: have one layer do it all"
+            )
+            if note not in self._noted:
+                self._noted.add(note)
+                self.notes.append(note)
+
+
+def _outputs_met(start: GradientEdge, node: Any) -> set[int]:
+    """Return the numbers of a node's outputs at which a backward from an edge arrives."""
+    waiting: list[tuple[Any, int]] = [(start.node, start.output_nr)]
+    seen: set[Any] = set()
+    met: set[int] = set()
+    while waiting:
+        current, number = waiting.pop()
+        if current is node:
+            met.add(number)
+        elif current is not None and current not in seen:
+            seen.add(current)
+            waiting += current.next_functions
+    return met
 
 
 def _graph(tensors: Iterable[torch.Tensor], begin: int) -> tuple[set[Any], set[Any]]:

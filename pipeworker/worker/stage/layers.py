@@ -271,9 +271,12 @@ class Layers:
         at, number = self.first, self._number + microbatch
         seed_of = rng.layer_seed if train else rng.evaluation_seed
         run: Callable[..., Any] = self._parts[0].cut.run
+        calls = self._calls
         if self._borrowing is not None and self._is_watched(train):
             every = nn.ModuleList([*self.modules, self._parts[0].cut.module])
             run = self._borrowing.watching(MODEL, self.first, every, run)
+            check = self._borrowing.checking_gradients
+            calls = [check(self.name_of(i), one) for i, one in enumerate(calls, self.first)]
 
         def enter(layer: int) -> None:
             nonlocal at
@@ -289,7 +292,7 @@ class Layers:
 
         try:
             with self.autocast or nullcontext():
-                return run(self._parts, self._calls, value, enter, leave)
+                return run(self._parts, calls, value, enter, leave)
         except PipeworkerError:
             raise
         except BaseException as error:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from pipeworker.worker.stage.layers import StageConfig
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.stage import Stage
 from support.in_process.cut_modules import cut
+from support.in_process.layers import Layer
 
 OTHER = nn.Linear(3, 3)
 UNKNOWN = nn.Parameter(torch.ones(3))
@@ -195,6 +197,90 @@ def test_a_gradient_through_the_layers_is_rejected() -> None:
     KEPT.clear()
     with pytest.raises(UsageError, match=r"takes a gradient through layers .* of one layer$"):
         train(lambda _, out: KEPT.append(out), penalty)
+
+
+class Force(nn.Module):
+    """A layer with two inputs that takes the gradient of an energy by the first one."""
+
+    def __init__(self, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.own, self.of = nn.Linear(3, 3), of
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        place, hidden = self.of(pair[0]), self.own(pair[1])
+        energy = (place * hidden).sum()
+        return torch.autograd.grad(energy, place, create_graph=True)[0]
+
+
+def run_force(before: list[nn.Module], value: Any, last: nn.Module) -> list[str]:
+    """Run a stage; what arrives from another stage wants grad. Return the notes."""
+    found = Borrowing(lambda _: "", lambda _: "")
+    config = StageConfig(1, 4, 0, torch.device("cpu"), borrowing=found)
+    stage = Stage([*before, last], config, Tracker(), loss=lambda output, _: output.sum())
+    stage.begin(1)
+    for number in range(2):  # both are watched
+        mb = MicroBatch(number)
+        mb.value, mb.target = value, torch.ones(2)
+        mb.wants_grad = [True, True] if isinstance(value, tuple) else [False]
+        stage.forward(mb)
+        stage.backward(mb)
+    return found.notes
+
+
+ARRIVED = torch.ones(2, 3), torch.ones(2, 3)
+BY_INPUT = r"^layer \d \(Force\): takes a gradient by one of its inputs \(torch.autograd.grad\)"
+
+
+@pytest.mark.parametrize(
+    ("before", "value"),
+    [
+        ([Layer(lambda pair: (pair[0], pair[1] + pair[0].tanh()))], ARRIVED),
+        ([nn.Linear(3, 3), Layer(lambda x: (x, x.tanh()))], torch.ones(2, 3)),
+        ([Layer(lambda x: x.requires_grad_()), Layer(lambda x: (x, x.tanh()))], torch.ones(2, 3)),
+    ],
+)
+def test_a_gradient_by_an_input_on_which_another_depends_is_rejected(
+    before: list[nn.Module], value: Any
+) -> None:
+    with pytest.raises(UsageError, match=BY_INPUT):
+        run_force(before, value, Force(lambda x: x))
+    assert run_force(before, value, Force(lambda x: x.view_as(x))) == []
+
+
+@pytest.mark.parametrize(
+    "before", [[], [Layer(lambda pair: (pair[0], pair[1].tanh()))], [nn.Identity()]]
+)
+def test_a_gradient_by_an_input_on_which_another_may_depend_is_noted(
+    before: list[nn.Module],
+) -> None:
+    (note,) = run_force(before, ARRIVED, Force(lambda x: x))
+    assert re.match(BY_INPUT + ", which another stage sent; if another input depends on", note)
+    assert run_force(before, ARRIVED, Force(lambda x: x.view_as(x))) == []
+
+
+def by_each(pair: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Take two gradients, each of a number that depends on one input alone."""
+    return sum(
+        (torch.autograd.grad(x.pow(2).sum(), x, create_graph=True)[0] for x in pair), pair[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "value"),
+    [
+        ([nn.Linear(3, 3), Layer(lambda x: (x, x.tanh()))], torch.ones(2, 3)),
+        ([], ARRIVED),
+    ],
+)
+def test_a_gradient_that_passes_through_no_other_input_is_no_error(
+    before: list[nn.Module], value: Any
+) -> None:
+    assert run_force(before, value, Layer(by_each)) == []
+
+
+@pytest.mark.parametrize("split", [lambda x: x.chunk(2, -1), lambda x: (x[:, :3] * 2, x[:, 3:])])
+def test_a_gradient_by_an_input_on_which_no_other_depends_is_no_error(split: Any) -> None:
+    assert run_force([nn.Linear(3, 6), Layer(split)], torch.ones(2, 3), Force(lambda x: x)) == []
 
 
 @pytest.mark.parametrize(
