@@ -55,7 +55,8 @@ from pipeworker.worker.phases import ConnectedWorker, ModelledWorker, PlannedWor
 from pipeworker.worker.settings import Settings
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.state.state import State
-from pipeworker.worker.step.evaluation import Averages, EvaluationPass, Explain, PassFailed, Sink
+from pipeworker.worker.step.averages import Averages
+from pipeworker.worker.step.evaluation import EvaluationPass, Explain, PassFailed, Sink
 from pipeworker.worker.step.profiler import StepProfiler
 
 

@@ -375,7 +375,7 @@ DEFECTS: dict[str, tuple[str, Phase]] = {
     "pipeworker.worker.update.update.Updater.apply": ("always", Phase.UPDATE),
     "pipeworker.worker.stage.rng.update_seed": ("always", Phase.UPDATE),
     "pipeworker.worker.step.evaluation.sizes": ("always", Phase.EVALUATION),
-    "pipeworker.worker.step.evaluation.parts": ("always", Phase.EVALUATION),
+    "pipeworker.worker.step.averages.parts": ("always", Phase.EVALUATION),
     "pipeworker.worker.state.snapshot_writer.write_files": ("always", Phase.SAVING),
     "pipeworker.worker.phases.Executor": ("always", Phase.CONNECTING),
     "pipeworker.worker.model.model.Model.build": ("always", Phase.BUILDING),

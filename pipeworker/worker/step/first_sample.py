@@ -13,7 +13,7 @@ from pipeworker.host import streams
 from pipeworker.worker.blame import text
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.values import map_tensors
-from pipeworker.worker.step.evaluation import Metrics, checked_figures
+from pipeworker.worker.step.averages import Metrics, checked_figures
 
 
 def check_figures(metrics: Metrics | None, best: str) -> Callable[[Any, Any], None]:
