@@ -5,7 +5,7 @@ other adds up (SCATTER). Each adds up its own part in the order of the replicas 
 to all (SUM). Each receives the sums of the others (GATHER). All receive the same bytes, so replicas
 stay bitwise equal.
 
-Buffers that a forward changes take the values of replica 0, as under DDP's ``broadcast_buffers``.
+Buffers that a forward changes take the values of replica 0 (``replica_buffers.py``).
 Weights that differ between replicas are not made equal: an error reports them. They are compared
 before updates 1, 2, 4, 8, ..., in the step that follows a checkpoint, and in the last step if its
 number is known.
@@ -14,23 +14,17 @@ Deferred batch norm takes the micro-batches of all replicas into account, in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import compress
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from pipeworker.errors import ReplicasDiffer, SnapshotLost, UsageError
-from pipeworker.worker.internals import buffers_of, version_of
-from pipeworker.worker.stage.slots import Slot
 from pipeworker.worker.stage.stage import Stage
-from pipeworker.worker.stage.values import bits_of, checksum, checksums, is_checked, is_dense
+from pipeworker.worker.stage.values import checksum, is_checked, is_dense
+from pipeworker.worker.step.replica_buffers import ReplicaBuffers
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.update.replicas import Gradients, Piece, Weights
-
-_SMALL = 1 << 16
-"""Bytes of a buffer that is sent after every mini-batch. Running statistics are small, and a change
-of theirs leaves no trace. A larger buffer is sent after it changed on any replica."""
 
 _UPDATE = -1
 """Shape signature of frames of weights, whose shapes never change."""
@@ -61,7 +55,7 @@ class Reduction:
         self._layers = nn.ModuleDict(
             {str(index): layer for index, layer in enumerate(stage.layers, stage.first)}
         )
-        self._buffers = _Buffers(stage.index, self._layers)
+        self._buffers = ReplicaBuffers(stage.index, self._layers)
         self._gradients = Gradients((), self._replicas)
         self._parts: Sequence[Sequence[Piece]] = ()
         """By replica, the pieces that it adds up after this mini-batch."""
@@ -275,106 +269,3 @@ class Reduction:
             weights.end()
         for sender in self._senders.values():
             sender.flush()  # what is sent are the weights themselves, which the user may change
-
-
-class _Buffers:
-    """The buffers of a stage, which get the values of replica 0; large ones only after a change."""
-
-    def __init__(self, stage: int, layers: nn.Module) -> None:
-        self._stage = stage
-        self._layers = layers
-        self._modules = [*layers.modules()]  # each once
-        slots = [slot for slot, buffer in self._found() if buffer is not None]
-        self._small = [slot for slot in slots if _get(slot).nbytes <= _SMALL]
-        self._large = [slot for slot in slots if _get(slot).nbytes > _SMALL]
-        self._chosen: list[Slot] = []
-        self._versions: list[tuple[torch.Tensor, int]] = []
-        self._mini_batches = 0
-        self._checksums: list[tuple[int, ...]] = []
-        """Checksums of the large buffers before a mini-batch that compares them; else empty."""
-        self._untraced: set[Slot] = set()
-        """Large buffers that a forward changes without a trace in their version."""
-        self._is_needed = False
-
-    def __bool__(self) -> bool:
-        return self._is_needed
-
-    def _found(self) -> Iterator[tuple[Slot, torch.Tensor | None]]:
-        for module in self._modules:
-            for name, buffer in buffers_of(module).items():
-                yield (module, name), buffer
-
-    def begin(self) -> None:
-        """Begin a mini-batch: detect changes from now on."""
-        self._mini_batches += 1
-        # A forward may fill a buffer that is None, and the first one may register others.
-        self._is_needed = self._mini_batches == 1 or any(True for _ in self._found())
-        self._versions = [(_get(slot), version_of(_get(slot))) for slot in self._large]
-        is_due = is_checked(self._mini_batches)
-        self._checksums = [checksums(_get(slot)) for slot in self._large] if is_due else []
-
-    def changes(self) -> list[bool]:
-        """Return which of the large buffers have changed here.
-
-        Raises:
-            UsageError: a forward after the first mini-batch is the first one to change a large
-                buffer without a trace, so the replicas may have had different ones for a while.
-                They have not if the buffer was sent after the mini-batch before.
-        """
-        traced = [
-            _get(slot) is not buffer or version_of(buffer) != version
-            for slot, (buffer, version) in zip(self._large, self._versions, strict=True)
-        ]
-        for slot, before, is_traced in zip(self._large, self._checksums, traced, strict=False):
-            if slot in self._untraced or is_traced or checksums(_get(slot)) == before:
-                continue
-            if self._mini_batches > 1 and slot not in self._chosen:  # else they were equal
-                module, name = slot
-                place = next(name for name, m in self._layers.named_modules() if m is module)
-                layer, _, folder = f"{place}.{name}".partition(".")
-                raise UsageError(
-                    f"stage {self._stage}, layer {layer}: a forward has begun to change the buffer "
-                    f"`{folder}` without a trace (.data), so it may differ between the replicas; "
-                    "change it in place under torch.no_grad() instead, or from the first step on"
-                )
-            self._untraced.add(slot)
-        return [slot in self._untraced or t for slot, t in zip(self._large, traced, strict=True)]
-
-    def choose(self, changes: Sequence[Sequence[bool]]) -> None:
-        """Choose the buffers to send: of the large ones those that any replica has changed."""
-        known = {*self._small, *self._large}
-        found = (slot for slot, buffer in self._found() if buffer is not None)
-        created = [slot for slot in found if slot not in known]  # by a forward
-        chosen = compress(self._large, map(any, zip(*changes, strict=True)))
-        self._chosen = [*self._small, *created, *chosen]
-
-    def pack(self, device: torch.device) -> torch.Tensor:
-        """Return the bytes of the chosen buffers on a device, of shape ``[total size]``."""
-        found = [bits_of(_get(slot)).to(device) for slot in self._chosen]
-        return torch.cat(found) if found else torch.zeros(1, dtype=torch.uint8, device=device)
-
-    def unpack(self, packed: torch.Tensor) -> None:
-        """Copy the bytes that :meth:`pack` returned on replica 0, where they differ."""
-        own_bytes = self.pack(packed.device)
-        if own_bytes.shape != packed.shape:
-            raise UsageError(
-                f"stage {self._stage}: its buffers have other sizes on another replica; build the "
-                "same model on each"
-            )
-        if torch.equal(own_bytes, packed):
-            return
-        buffers = [_get(slot) for slot in self._chosen]
-        sizes = [buffer.nbytes for buffer in buffers]
-        own, sent = (torch.split(both, sizes) for both in (own_bytes, packed))
-        # Together: an accelerator is waited for once.
-        differ = torch.stack([(a != b).any() for a, b in zip(own, sent, strict=True)]).tolist()
-        for buffer, bits, differs in zip(buffers, sent, differ, strict=True):
-            if differs:
-                with torch.no_grad():
-                    buffer.copy_(bits.clone().view(buffer.dtype).view(buffer.shape))
-
-
-def _get(slot: Slot) -> torch.Tensor:
-    module, name = slot
-    found = buffers_of(module).get(name)
-    return torch.empty(0, device="cpu") if found is None else found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,6 @@ from torch import nn
 
 from pipeworker.host.position import Tracker
 from pipeworker.worker.step.reduction import Reduction
-from support.devices.device import LateDevice
 
 
 class Sent:
@@ -18,7 +18,7 @@ class Sent:
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
-        self.shapes: list[list[torch.Size]] = []
+        self.frames: list[list[torch.Tensor]] = []
 
     def begin(self, signature: int | None) -> None:
         pass
@@ -26,14 +26,20 @@ class Sent:
     def send(self, number: int, value: Any) -> None:
         self.numbers.append(number)
         if isinstance(value, list):
-            self.shapes.append([tensor.shape for tensor in value])
+            self.frames.append(value)
+
+
+def stage_of_a_layer() -> tuple[nn.Linear, Any]:
+    """Return a layer, and a stage that has it alone."""
+    layer = nn.Linear(2, 2)
+    deferred = SimpleNamespace(moments=list, set_moments=lambda _: None)
+    values = {"first": 0, "index": 0, "device": "cpu", "tracker": Tracker()}
+    return layer, SimpleNamespace(layers=[layer], deferred=deferred, **values)
 
 
 def test_weights_and_the_next_mini_batch_have_no_number_in_common() -> None:
     """A receiver may have the header of the next mini-batch before it has read the weights."""
-    layer = nn.Linear(2, 2)
-    deferred = SimpleNamespace(moments=list)
-    stage: Any = SimpleNamespace(layers=[layer], first=0, index=0, deferred=deferred)
+    layer, stage = stage_of_a_layer()
     sent: Any = Sent()
     receiver: Any = SimpleNamespace(begin=lambda *_: None)
     reduction = Reduction(stage, 0, {1: sent}, {1: receiver})
@@ -48,32 +54,33 @@ def test_weights_and_the_next_mini_batch_have_no_number_in_common() -> None:
 
 def test_frames_have_one_shape_whether_weights_are_compared_or_not() -> None:
     """A frame of another shape has all that follow described, with their tensors twice."""
-    layer = nn.Linear(2, 2)
-    stage: Any = SimpleNamespace(
-        layers=[layer], first=0, index=0, deferred=SimpleNamespace(moments=list)
-    )
+    layer, stage = stage_of_a_layer()
     sent: Any = Sent()
-    receiver: Any = SimpleNamespace(begin=lambda *_: None)
+    received: dict[int, Any] = {1: [torch.zeros(3)]}
+    receiver: Any = SimpleNamespace(
+        begin=lambda *_: None, release=lambda _: None, receive=received.__getitem__
+    )
     reduction = Reduction(stage, 0, {1: sent}, {1: receiver})
-    for reduction._updates in range(6):
+    checksums = []
+    for _ in range(6):
         layer(torch.ones(1, 2)).sum().backward()
         reduction.begin(0, whole=True)
-        sent.shapes.clear()
+        sent.frames.clear()
         reduction.scatter()
-        assert sent.shapes[0] == [(3,), (2,)]
+        received[0] = sent.frames[0]
+        assert [tensor.shape for tensor in received[0]] == [(3,), (2,)]
+        checksums.append(received[0][1].tolist())
+        reduction.sum()
+        with torch.no_grad():
+            layer.weight.add_(1.0)
+    # Weights are compared before updates 1, 2 and 4.
+    assert [a == b for a, b in pairwise(checksums)] == [False, True, False, True, True]
 
 
 def test_each_piece_that_has_arrived_is_progress() -> None:
     """Otherwise an exchange over a slow line would count as a deadlock."""
-    layer, tracker = nn.Linear(2, 2), Tracker()
-    stage: Any = SimpleNamespace(
-        layers=[layer],
-        first=0,
-        index=0,
-        device="cpu",
-        deferred=SimpleNamespace(moments=list, set_moments=lambda _: None),
-        tracker=tracker,
-    )
+    layer, stage = stage_of_a_layer()
+    tracker = stage.tracker
     sent: Any = Sent()
     flags, weights = torch.ones(3, dtype=torch.uint8), 1 << 33
     received: dict[int, Any] = {
@@ -89,7 +96,7 @@ def test_each_piece_that_has_arrived_is_progress() -> None:
     layer(torch.ones(1, 2)).sum().backward()
     reduction.begin(0, whole=True)
     reduction.scatter()
-    received[0][1] = reduction._checksums
+    received[0][1] = sent.frames[0][1]
     sent.flush = lambda: None
     for exchange in (
         reduction.sum,
@@ -99,23 +106,3 @@ def test_each_piece_that_has_arrived_is_progress() -> None:
         tracker.wait(1)
         exchange()
         assert tracker.waiting == 2
-
-
-def test_buffers_that_differ_wait_for_a_device_twice_however_many_they_are() -> None:
-    norms = [nn.BatchNorm1d(2) for _ in range(4)]
-    deferred = SimpleNamespace(moments=list)
-    stage: Any = SimpleNamespace(layers=norms, first=0, index=0, deferred=deferred)
-    buffers, device = Reduction(stage, 1, {0: Sent()}, {})._buffers, LateDevice()  # type: ignore[dict-item]
-    buffers.begin()
-    buffers.choose([])
-    sent = buffers.pack(torch.device("cpu"))
-    with torch.no_grad():
-        for norm in norms[1:]:
-            norm.running_mean.fill_(2.0)  # type: ignore[union-attr]
-    device.move(norms)
-    with device.active():
-        buffers.unpack(device.put(sent))
-    assert len(device.waits) == 2
-    for norm in norms:
-        assert norm.running_mean is not None
-        assert device.read(norm.running_mean).tolist() == [0.0, 0.0]

@@ -10,6 +10,8 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.plan.placement import Placement
+from pipeworker.worker.step.replica_buffers import ReplicaBuffers
+from support.devices.device import LateDevice
 from support.in_process.layers import adam, data, mse
 from support.in_process.pipelines import Pipeline, filled
 from support.in_process.plain_loop import assert_equal
@@ -138,3 +140,21 @@ def test_a_buffer_that_the_first_forward_registers_is_made_equal_at_once() -> No
     pipeline.train(1)  # which asserts that replicas are equal
     (mean,) = pipeline.layers[0].buffers()
     assert bool(mean.any())
+
+
+def test_buffers_that_differ_wait_for_a_device_twice_however_many_they_are() -> None:
+    norms = [nn.BatchNorm1d(2) for _ in range(4)]
+    buffers, device = ReplicaBuffers(0, nn.ModuleList(norms)), LateDevice()
+    buffers.begin()
+    buffers.choose([])
+    sent = buffers.pack(torch.device("cpu"))
+    with torch.no_grad():
+        for norm in norms[1:]:
+            norm.running_mean.fill_(2.0)  # type: ignore[union-attr]
+    device.move(norms)
+    with device.active():
+        buffers.unpack(device.put(sent))
+    assert len(device.waits) == 2
+    for norm in norms:
+        assert norm.running_mean is not None
+        assert device.read(norm.running_mean).tolist() == [0.0, 0.0]
