@@ -21,7 +21,8 @@ from launcher.spec import Host, JobSpec, RemoteAgent
 from pipeworker.errors import PipeworkerError
 from pipeworker.host.lifetime import command
 
-_CLIENT_SECONDS = 60.0
+CLIENT_SECONDS = 60.0
+"""How long a client of a cluster may take to answer."""
 _LOGGED = re.compile(r"^[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ .*\n?", re.MULTILINE)
 """A line of kubectl's log; its message for the user comes after these lines."""
 
@@ -122,12 +123,12 @@ def run_client(words: Sequence[str], text: str, *, label: str, cluster: str) -> 
             capture_output=True,
             text=True,
             errors="surrogateescape",  # a path, or a message of the site's own, has any bytes
-            timeout=_CLIENT_SECONDS,
+            timeout=CLIENT_SECONDS,
             check=False,
             env={**os.environ, "LC_ALL": "C"},
         )
     except subprocess.TimeoutExpired:
-        message = f"{label}: {cluster} has not answered for {_CLIENT_SECONDS:g} s"
+        message = f"{label}: {cluster} has not answered for {CLIENT_SECONDS:g} s"
         raise PipeworkerError(message) from None
     if ran.returncode:
         message = _LOGGED.sub("", ran.stderr).strip() or ran.stderr.strip()

@@ -33,7 +33,7 @@ from pipeworker.record.metrics import rows
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire import lines
 
-_LINE_SECONDS = 1.0
+LINE_SECONDS = 1.0
 """Between two lines of steps, and between two states of a line that the job redraws."""
 
 
@@ -168,7 +168,7 @@ class LineDisplay:
 
     @property
     def _is_line_due(self) -> bool:
-        return self._now() - self._line_at >= _LINE_SECONDS
+        return self._now() - self._line_at >= LINE_SECONDS
 
     def show_output(self, printed: Iterable[Printed]) -> None:
         """Show what workers printed, in a single write: each write takes its time."""
@@ -180,7 +180,7 @@ class LineDisplay:
         if printed.whole:
             return True
         mark, now = printed.mark, self._now()
-        if not printed.text or now - self._redrawn_at.get(mark, -math.inf) < _LINE_SECONDS:
+        if not printed.text or now - self._redrawn_at.get(mark, -math.inf) < LINE_SECONDS:
             return False
         self._redrawn_at[mark] = now
         return True

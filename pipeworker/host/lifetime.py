@@ -18,7 +18,7 @@ from pipeworker.host.streams import connect_to_null
 _PR_SET_PDEATHSIG = 1
 _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that are sent to all processes of a job or host."""
-_TRACKER_SECONDS = 2.0
+TRACKER_SECONDS = 2.0
 """How long a resource tracker may take to end after the processes that it serves."""
 _ROOT = str(Path(pipeworker.__file__).parents[1])
 # A user's module in the current folder must not be imported in place of one of pipeworker's or of
@@ -131,7 +131,7 @@ def kill_all(members: Callable[[], set[int]]) -> None:
     shared memory that they leave. So it is killed only if it does not end soon.
     """
     killed: set[int] = set()
-    until = time.monotonic() + _TRACKER_SECONDS
+    until = time.monotonic() + TRACKER_SECONDS
     while left := members() - killed:
         spared = set(filter(_is_tracker, left)) if time.monotonic() < until else set()
         for pid in left - spared:

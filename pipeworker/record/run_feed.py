@@ -24,7 +24,7 @@ from pipeworker.record.rundir import RunDir
 
 STEP, EVALUATION, CHECKPOINT = KINDS = ("on_step", "on_evaluation", "on_checkpoint")
 """The kinds of records, by the names of the functions of a job that are called with them."""
-_MOST_BYTES = 4 << 20
+MAX_READ_BYTES = 4 << 20
 """Bytes of rows that are read at once."""
 _LENGTH = 255
 """Characters of the places of all kinds."""
@@ -112,10 +112,10 @@ class _Tail:
             except FileNotFoundError:
                 return
             self._at = self._offset()
-        data = os.pread(self._file, _MOST_BYTES, self._at)
+        data = os.pread(self._file, MAX_READ_BYTES, self._at)
         end = data.rfind(b"\n") + 1
         while data and not end and len(data) < rows.MAX_ROW_BYTES:  # a long row, or half of one
-            more = os.pread(self._file, _MOST_BYTES, self._at + len(data))
+            more = os.pread(self._file, MAX_READ_BYTES, self._at + len(data))
             if not more:
                 return
             data += more

@@ -395,7 +395,7 @@ def test_output_is_shown_between_events(folder: Path) -> None:
 def test_output_comes_before_the_next_event_and_a_delayed_step_after_a_while(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lines, "_LINE_SECONDS", 0.01)
+    monkeypatch.setattr(lines, "LINE_SECONDS", 0.01)
     out = StringIO()
     display = display_on(folder, out)
     display.show(PLANNED)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pipeworker.host import lifetime
@@ -83,21 +84,25 @@ os._exit(0)
 """
 
 
+def is_tracker(pid: int) -> bool:
+    return "multiprocessing.resource_tracker" in " ".join(psutil.Process(pid).cmdline())
+
+
 @pytest.mark.parametrize("ends", [True, False], ids=["ended", "alive"])
 @pytest.mark.parametrize("stopped", [False, True], ids=["", "stopped"])
 def test_shared_memory_goes_with_the_group_that_made_it(
     ends: bool, stopped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A resource tracker removes it when the others of its group have ended, unless it hangs."""
-    monkeypatch.setattr(lifetime, "_TRACKER_SECONDS", 0.1 if stopped else 60.0)
+    monkeypatch.setattr(lifetime, "TRACKER_SECONDS", 0.1 if stopped else 60.0)
     line = [sys.executable, "-c", LEADER]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(line, start_new_session=True, **pipes) as leader:  # type: ignore[call-overload]
         memory = Path("/dev/shm", leader.stdout.readline().decode().strip())
         group = lifetime.processes_with(os.getpgid, {leader.pid})
         assert len(group) == 3
-        until(lambda: any(map(lifetime._is_tracker, group)))  # one is not yet when it is forked
-        (tracker,) = filter(lifetime._is_tracker, group)
+        until(lambda: any(map(is_tracker, group)))  # one is not yet when it is forked
+        (tracker,) = filter(is_tracker, group)
         if stopped:
             os.kill(tracker, signal.SIGSTOP)
         if ends:

@@ -86,7 +86,7 @@ def test_half_a_row_waits_for_the_other_half(tmp_path: Path) -> None:
 def test_a_row_that_is_longer_than_what_is_read_at_once_comes_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_feed, "_MOST_BYTES", 4)
+    monkeypatch.setattr(run_feed, "MAX_READ_BYTES", 4)
     record(tmp_path, "s1", "s2")
     with reader(tmp_path) as new, (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step"')

@@ -1,7 +1,7 @@
 """The search for the balance: which consecutive layers each stage gets.
 
-What is proven: a network with at most ``_ALL`` possible balances gets the best one by simulated
-step time, because the step time of each is computed. For a larger network, or very many
+What is proven: a network with at most ``MAX_JUDGED`` possible balances gets the best one by
+simulated step time, because the step time of each is computed. For a larger network, or very many
 micro-batches, the search begins with the balance whose slowest stage is the fastest, and then moves
 cuts as long as that shortens the simulated step. The result is the best one among its neighbours,
 and not proven to be the best of all. All bounds are counts, so that every host finds the same
@@ -23,7 +23,7 @@ from pipeworker.plan.planner.costs import Range
 from pipeworker.plan.planner.stages import Divisions, Judged
 from pipeworker.plan.planner.step_graph import Path
 
-_ALL = 2_000
+MAX_JUDGED = 2_000
 """The number of balances up to which each is judged."""
 _PATHS = 8
 """Paths from which the bound of a balance is computed."""
@@ -45,7 +45,7 @@ def search_balance(divisions: Divisions, nodes: int = _NODES) -> Judged:
     seeds = [divisions.even, *slowest_first(divisions)]
     judged = sorted(map(search.judge, dict.fromkeys(seeds)))
     possible = comb(len(divisions.cuts), divisions.stages - 1)
-    if possible <= _ALL and possible * divisions.nodes <= nodes:
+    if possible <= MAX_JUDGED and possible * divisions.nodes <= nodes:
         found = search.all(judged[0])
     else:
         found = min(map(search.improve, judged))

@@ -36,7 +36,7 @@ from pipeworker.plan.schedule import CHANNEL_CAPACITY, Pairs, Schedule
 MODES = ("never", "except_first", "always")
 """The recompute modes that ``auto`` chooses from, the fastest first. Offload keeps three graphs on
 the device, and so needs no less memory than recompute, which keeps one."""
-_GRAPHS = 20
+MAX_GRAPHS = 20
 """Graphs of steps that are kept at once."""
 _MOST_RUNS = 4
 """The runs of a worker's stages whose modes are chosen apart: 81 choices."""
@@ -250,7 +250,7 @@ class Divisions:
         key = skips, tied, modes if self.splits else (MODES[-1],) * self.stages, still
         graph = self._graphs.pop(key, None)
         if graph is None:
-            if len(self._graphs) >= _GRAPHS:
+            if len(self._graphs) >= MAX_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]  # the one that was used the longest ago
             graph = StepGraph(self._built(*key), handles=self.facts.handling > 0)
         self._graphs[key] = graph

@@ -17,7 +17,7 @@ from pipeworker.errors import UsageError
 from pipeworker.record.files.atomic_file import write_bytes
 from pipeworker.worker.internals import allocator_snapshot, pytree
 
-_STATM, _PAGE = "/proc/self/statm", resource.getpagesize()
+STATM, _PAGE = "/proc/self/statm", resource.getpagesize()
 
 
 def accelerator_type() -> str:
@@ -81,7 +81,7 @@ class MemoryGauge:
         self._device, self._file = device, -1
         if self._allocated is None:
             with suppress(OSError):  # no descriptor is left
-                self._file = os.open(_STATM, os.O_RDONLY | os.O_CLOEXEC)
+                self._file = os.open(STATM, os.O_RDONLY | os.O_CLOEXEC)
 
     def __call__(self) -> int:
         if self._allocated is not None:

@@ -42,7 +42,7 @@ from pipeworker.worker.transport.layout import aligned_copy
 log = logging.getLogger(__name__)
 _BEFORE, _AFTER = 1, 2
 """Numbers of the stages that skip tensors come from and go to."""
-_SLOW = 0.5
+SLOW_SECONDS = 0.5
 """Seconds of a layer's first run from which its backward is not run as a whole too."""
 
 
@@ -188,7 +188,7 @@ class _Measured:
         stage = self._stage
         begin = perf_counter()
         found = self._sizes()
-        slow = perf_counter() - begin > _SLOW
+        slow = perf_counter() - begin > SLOW_SECONDS
         splits = self._wants_grad and bool(self._trained)
         if splits and self._crashes_in_parts():
             splits, found = False, dataclasses.replace(found, splits=False)

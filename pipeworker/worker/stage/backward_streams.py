@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeworker.worker.stage import rng
 
-_WATCHED = 64
+WATCHED_BACKWARDS = 64
 """Backwards of a stage that are watched."""
 
 
@@ -22,7 +22,7 @@ class BackwardStreams:
     def __init__(self, seed: int, accelerator: rng.Generator | None) -> None:
         self._seed, self._accelerator = seed, accelerator
         self._stream = rng.Stream(accelerator)
-        self._watched = _WATCHED
+        self._watched = WATCHED_BACKWARDS
         self._draws = False
         self._before: Any = None
         self._layer: int | None = None

@@ -228,7 +228,7 @@ def test_an_error_of_the_cluster_is_shown(cluster: Cluster) -> None:
 def test_a_cluster_that_does_not_answer_is_reported(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "_CLIENT_SECONDS", 0.1)
+    monkeypatch.setattr(engine, "CLIENT_SECONDS", 0.1)
     (cluster.folder / "kubectl").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
     message = "^kubectl get: the cluster has not answered for 0.1 s$"
     with pytest.raises(PipeworkerError, match=message):

@@ -107,7 +107,7 @@ def test_a_local_search_comes_close_to_the_search_balance(
         facts = replace(network(layers), latency=0.1, seconds_per_byte=drawn.choice([0, 0.01]))
         best, found = (
             search_balance(Divisions(facts, order, placement, 6)).seconds
-            for _ in (monkeypatch.setattr(balances, "_ALL", most) for most in (2000, 0))
+            for _ in (monkeypatch.setattr(balances, "MAX_JUDGED", most) for most in (2000, 0))
         )
         lost.append(found / best - 1)
     assert max(lost) < 0.05
@@ -123,7 +123,7 @@ def test_the_graphs_of_steps_that_were_used_last_are_kept(monkeypatch: pytest.Mo
         return built[-1]
 
     monkeypatch.setattr(stages, "StepGraph", build)
-    monkeypatch.setattr(stages, "_GRAPHS", 2)
+    monkeypatch.setattr(stages, "MAX_GRAPHS", 2)
     facts, order = network([layer()] * 4), resolve("zb-h1")
     divisions = Divisions(facts, order, order.place(2), 4)
     for mode in ("never", "always", "never", "except_first", "never", "always"):
@@ -154,7 +154,7 @@ def test_a_heavy_layer_gets_a_stage_of_its_own() -> None:
 def test_stages_are_even_unless_another_balance_is_better(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(balances, "_ALL", most)
+    monkeypatch.setattr(balances, "MAX_JUDGED", most)
     facts = network([layer(), layer(0, 0), layer(0, 0), layer()])
     plan = plan_order(facts, resolve("gpipe"), Placement.identity(2), 4)
     assert plan.balance == (2, 2)
@@ -302,11 +302,11 @@ def test_fewer_layers_than_stages_are_an_error() -> None:
         plan_order(network([layer()] * 2), resolve("gpipe"), Placement.identity(3), 8)
 
 
-@pytest.mark.parametrize("most", [balances._ALL, 0], ids=["all", "local search"])
+@pytest.mark.parametrize("most", [balances.MAX_JUDGED, 0], ids=["all", "local search"])
 def test_layers_that_share_a_buffer_are_on_one_stage(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(balances, "_ALL", most)
+    monkeypatch.setattr(balances, "MAX_JUDGED", most)
     layers = [layer(n % 3 + 1, n % 2 + 2) for n in range(12)]
     shared = (SharedBuffer(1, 4), SharedBuffer(3, 7), SharedBuffer(8, 9))
     facts = replace(network(layers), shared_buffers=shared)

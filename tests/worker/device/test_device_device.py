@@ -221,7 +221,7 @@ def test_the_memory_of_a_process_grows_with_what_it_allocates() -> None:
 
 
 def test_without_the_systems_file_the_memory_is_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeworker.worker.device.device._STATM", "/proc/self/nothing")
+    monkeypatch.setattr("pipeworker.worker.device.device.STATM", "/proc/self/nothing")
     with closing(MemoryGauge(CPU)) as gauge:
         assert gauge() == pytest.approx(peak_resident(), rel=0.01)
 

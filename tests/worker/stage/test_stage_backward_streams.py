@@ -169,5 +169,5 @@ def seeds_after(watched: int, draw: Callable[[], Any], monkeypatch: pytest.Monke
 def test_a_stage_is_seeded_only_while_a_backward_may_draw(
     draw: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert seeds_after(backward_streams._WATCHED, draw, monkeypatch) == 1
-    assert seeds_after(backward_streams._WATCHED, lambda: None, monkeypatch) == 0
+    assert seeds_after(backward_streams.WATCHED_BACKWARDS, draw, monkeypatch) == 1
+    assert seeds_after(backward_streams.WATCHED_BACKWARDS, lambda: None, monkeypatch) == 0
