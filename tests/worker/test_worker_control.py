@@ -15,6 +15,7 @@ from pipeworker.timings import VARIABLE
 from pipeworker.wire import codec, reliable_stream, sockets
 from pipeworker.wire.messages.directions import Advance, Finish, Message, ToWorker
 from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Hello, Ping
+from pipeworker.wire.messages.step import EndPass
 from pipeworker.worker.control import Control
 from pipeworker.worker.settings import Settings
 from support.processes.proxy import Proxy
@@ -133,13 +134,15 @@ def test_a_failure_is_reported_although_the_connection_is_lost_when_the_worker_e
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         control = Control(Settings(0, f"tcp://127.0.0.1:{port}", TOKEN, 0), aborted)
+        before = {*threading.enumerate()}
         control.start(signals=False)
+        (thread,) = {*threading.enumerate()} - before
         for _ in range(2):  # the worker has noticed, and tries to connect again
             listener.accept()[0].close()
         control.send(failed)
         closing = threading.Thread(target=control.close)
         closing.start()
-        control._thread.join()
+        thread.join()
 
     def bind(router: sockets.Router, address: str) -> int:
         router.bind(f"{address}:{port}")
@@ -182,13 +185,17 @@ def test_another_connection_replaces_a_silent_one(
 
 def test_the_first_reason_of_the_end_is_the_one_that_counts() -> None:
     """A script may make its next call when the coordinator is long gone."""
-    control, exits = Control(Settings(0, "tcp://127.0.0.1:1", TOKEN, 0)), list[Abort]()
-    control._exit_process = exits.append
+    exits: list[Abort] = []
     first = Abort("another rank failed", 1)
-    control._end(first)
-    control._end(Abort("the coordinator is gone", 1))
-    assert (control.ended, exits) == (first, [first])
-    control._connection.close(deliver=False)
-    control._wake_in.close()
-    control._wake_out.close()
-    control._context.term()
+    messages: list[Message] = [first, Abort("the coordinator is gone", 1), EndPass(7)]
+    with sockets.server(TOKEN, "127.0.0.1") as (router, endpoint):
+        control = Control(Settings(0, endpoint, TOKEN, 0), exits.append)
+        control.start(signals=False)
+        control.send(HELLO)
+        identity, _ = heartbeat(router)
+        for number, message in enumerate(messages, 1):
+            frame = codec.encode(message, 1)
+            sockets.send(router, identity, reliable_stream.pack(number, frame))
+        until(lambda: control.ended_pass == 7)
+        assert (control.receive(), control.ended, exits) == (first, first, [first])
+        control.close()

@@ -144,9 +144,10 @@ def test_random_numbers_data_and_weights_are_as_before(tmp_path: Path) -> None:
     text = JOB.replace("[nn.Linear(4, 8), ", "nn.Sequential(nn.Linear(4, 8), ")
     text = text.replace("alive,", "own = torch.Generator()\nalive,")
     text = text.replace("*[Block] * 6, Head()]", "*[Block() for _ in range(2)], Head())")
+    text += "\nmade, build = [], model\ndef model():\n    made.append(build())\n    return made[-1]"
     measurer = Measurer(tmp_path, text, head="torch.rand(1, generator=own)")
     own = measurer.module.own.get_state()
-    layers: list[nn.Module] = measurer.worker._phase.model.entries  # type: ignore[union-attr,assignment]
+    (layers,) = measurer.module.made
     before = [{k: v.clone() for k, v in layer.state_dict().items()} for layer in layers]
     states = torch.get_rng_state(), random.getstate()
     batch = measurer.worker.loaded.reader.peek()

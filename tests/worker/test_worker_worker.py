@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +45,10 @@ def model(): return Net(3, 1)
 """
 
 
-def start_worker(folder: Path, text: str = JOB) -> SingleWorker:
+def start_worker(folder: Path, text: str = JOB, **options: Any) -> SingleWorker:
     alone = SingleWorker()
     try:
-        alone.begin(folder, text)
+        alone.begin(folder, text, **options)
     except BaseException:
         alone.worker.close()
         raise
@@ -136,7 +135,7 @@ def test_the_end_of_an_epoch_reaches_a_worker_that_is_disconnected(tmp_path: Pat
 def test_a_worker_neither_saves_nor_restores_once_its_call_has_returned(tmp_path: Path) -> None:
     """A worker that saves is waited for, however long it takes."""
     alone = start_worker(tmp_path)
-    worker, tracker = alone.worker, alone.worker._tracker
+    worker, tracker = alone.worker, alone.tracker
     worker.handle(Advance(Save(0)))
     assert tracker.get().phase is Phase.SAVING
     worker.handle(Advance(Wait()))
@@ -151,8 +150,8 @@ def test_a_worker_that_transfers_its_state_to_another_replica_does_not_wait(
     tmp_path: Path,
 ) -> None:
     """Two that wait on a slow line would count as a deadlock."""
-    worker, seen = start_worker(tmp_path).worker, []
-    tracker = worker._tracker
+    alone, seen = start_worker(tmp_path), []
+    worker, tracker = alone.worker, alone.tracker
     tracker.wait(phase=Phase.CONNECTING)
 
     class Transfer:
@@ -200,9 +199,7 @@ def other_state(alone: SingleWorker) -> None:
 def test_a_script_that_changes_what_was_saved_is_noticed(
     tmp_path: Path, change: Callable[[SingleWorker], None]
 ) -> None:
-    alone = start_worker(tmp_path)
-    state = alone.worker.connected.state
-    state._role = replace(state._role, options=replace(state._role.options, own_loop=True))
+    alone = start_worker(tmp_path, own_loop=True)
     assert not alone.worker.has_changed()  # nothing is saved yet
     alone.worker.handle(Advance(Save(0)))
     assert not alone.worker.has_changed()

@@ -112,7 +112,7 @@ def test_a_run_keeps_the_checkpoint_that_is_exported(
     def write(*_: object) -> None:
         removed.append(remove_unless_held(checkpoint))
 
-    monkeypatch.setattr("pipeworker.record.weights.export._write_file", write)
+    monkeypatch.setattr(torch, "save", write)
     export_weights(tmp_path / "run", tmp_path / "out.pt")
     assert removed == [False]
     assert remove_unless_held(checkpoint)

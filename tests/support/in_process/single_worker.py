@@ -65,15 +65,18 @@ class SingleWorker:
 
     def __init__(self, local_rank: int = 0, **settings: Any) -> None:
         made = Settings(0, ENDPOINT, MEMBERSHIP.token, local_rank, to_log=False, **settings)
-        self.worker = Worker(made, _Control())
+        self.worker, self.tracker = Worker(made, _Control()), made.tracker
         self.batch: Batch | None = None
         self.epoch_length = 0
         self._actions = ""
 
     def begin(
-        self, folder: Path, text: str, recompute: str = "always", *, deterministic: bool = False
+        self, folder: Path, text: str, recompute: str = "always", **more: Any
     ) -> Batch | None:
-        """Build the stage of a job file; return the mini-batch that is ready, also in `batch`."""
+        """Build the stage of a job file; return the mini-batch that is ready, also in `batch`.
+
+        `more` are further options.
+        """
         path = folder / "job.py"
         path.write_text(text)
         options = Options(
@@ -81,8 +84,8 @@ class SingleWorker:
             steps=5,
             evaluate_every=1,
             recompute=recompute,
-            deterministic=deterministic,
             balance="even",
+            **more,
         )
         placement = Placement.identity(1)
         run_dir = folder / "run"
