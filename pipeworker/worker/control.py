@@ -74,7 +74,7 @@ class Control:
         clock: measurements of how far this host's clock is from the coordinator's.
     """
 
-    def __init__(self, settings: Settings, exit_process: Exit = exit_process) -> None:
+    def __init__(self, settings: Settings, exit_process: Exit) -> None:
         self._rank, self._generation = settings.rank, settings.generation
         self._tracker, self._endpoint = settings.tracker, settings.endpoint
         self._exit_process = exit_process

@@ -129,7 +129,7 @@ class Epoch:
         number: int,
         stream: rng.Stream,
         position: Mapping[str, Any],
-        way: Way = Way.SKIP,
+        way: Way,
     ) -> None:
         self.number = number
         self.count = 0

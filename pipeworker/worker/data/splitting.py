@@ -14,9 +14,7 @@ from pipeworker.worker.internals import pytree
 from pipeworker.worker.transport.layout import ALIGNMENT, aligned_copy
 
 
-def split_value(
-    value: Any, count: int, own: range, lent: Collection[int] = frozenset()
-) -> list[Any]:
+def split_value(value: Any, count: int, own: range, lent: Collection[int]) -> list[Any]:
     """Split every tensor of a nested value along dim 0; plain values go to every micro-batch.
 
     The pieces are parts of a copy: ``data()`` may overwrite its memory with the next mini-batch,

@@ -128,7 +128,7 @@ class EvaluationPass:
         placement: Placement,
         actions: Sequence[Action],
         sink: Sink,
-        explain: Explain | None = None,
+        explain: Explain | None,
         phase: Phase = Phase.EVALUATION,
     ) -> None:
         self._wiring, self._stages, self._accelerator = wiring, wiring.stages, wiring.accelerator

@@ -72,8 +72,8 @@ class Rehearsal(Forward):
         parameters: dict[int, str],
         cause: tuple[str, str, str],
         units: Mapping[str, HollowUnit],
-        isolation: Isolation | None = None,
-        stop: int | None = None,
+        isolation: Isolation | None,
+        stop: int | None,
     ) -> None:
         plan = planning.plan
         super().__init__(plan, planning.types, parameters, CPU, len(plan) + 1, (), (), {})

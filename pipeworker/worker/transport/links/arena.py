@@ -134,7 +134,7 @@ class ArenaAllocator:
         pin: pins arenas for an accelerator, if there is one.
     """
 
-    def __init__(self, report: Callable[[Arena, bool], None], pin: Pin | None = None) -> None:
+    def __init__(self, report: Callable[[Arena, bool], None], pin: Pin | None) -> None:
         self._report, self._pin = report, pin
         self._arenas: list[Arena] = []
         self._numbers = itertools.count()
