@@ -66,11 +66,11 @@ class Blueprint:
     order: Order
     recompute: tuple[str, ...]
     names: LayerNames
-    types: tuple[str, ...] = ()
-    steps: int = 0
-    hooks: tuple[str, ...] = ()
-    frozen: tuple[int, ...] = ()
-    planned: Planned | None = None
+    types: tuple[str, ...]
+    steps: int
+    hooks: tuple[str, ...]
+    frozen: tuple[int, ...]
+    planned: Planned | None
     _edges: defaultdict[int, set[Edge]] = field(default_factory=lambda: defaultdict(set))  # by rank
     _schedules: dict[int, tuple[Schedule, LiveMicroBatches]] = field(default_factory=dict)
     _sent_microbatches: int = -1  # of the schedule that the workers have

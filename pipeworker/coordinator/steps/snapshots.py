@@ -46,7 +46,7 @@ class Writing:
     state: JobState
     slot: int
     awaited: set[int]
-    beside: bool = True
+    beside: bool
     files: dict[int, tuple[CheckpointFile, ...]] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
 

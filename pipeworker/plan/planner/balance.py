@@ -69,9 +69,8 @@ class _Search:
     def judge(self, balance: tuple[int, ...]) -> Judged:
         """Judge a balance, and keep its path to bound others by."""
         found = self._divisions.judge(balance)
-        path = found.path
-        if path is not None and is_common(path):
-            known = self._steps(found), path
+        if is_common(found.path):
+            known = self._steps(found), found.path
             if known not in self._paths:
                 self._paths = [known, *self._paths[: _PATHS - 1]]
         return found

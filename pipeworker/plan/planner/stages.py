@@ -57,8 +57,8 @@ class Judged(NamedTuple):
     total: int
     seconds: float
     balance: tuple[int, ...]
-    modes: tuple[str, ...] = ()
-    path: Path | None = None
+    modes: tuple[str, ...]
+    path: Path
 
 
 class Divisions:

@@ -46,11 +46,11 @@ class Exported:
     """
 
     tensors: int
-    files: int = 1
-    folder: bool = False
-    infinite: tuple[str, ...] = ()
-    leaves_adapters: bool = False
-    step: int = 0
+    files: int
+    folder: bool
+    infinite: tuple[str, ...]
+    leaves_adapters: bool
+    step: int
 
 
 def export_weights(
