@@ -167,6 +167,8 @@ class SavedGraph:
             return False
         if tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return False
+        if not tensor.data_ptr():  # zeros without memory, which forward-mode gradients have
+            return False
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         large = storage.nbytes() >= self._copies.least and not address % ALIGNMENT
@@ -281,7 +283,8 @@ class Packed:
 
 
 def addresses_of(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
-    """Yield the addresses of the storages of those tensors that have one."""
+    """Yield the addresses of the storages of those tensors that have elements in memory."""
     for tensor in tensors:
-        if tensor.layout is torch.strided and not nn.parameter.is_lazy(tensor):
+        has_storage = tensor.layout is torch.strided and not nn.parameter.is_lazy(tensor)
+        if has_storage and tensor.data_ptr():
             yield tensor.untyped_storage().data_ptr()
