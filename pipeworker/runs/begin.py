@@ -302,6 +302,7 @@ class RunRequest:
             was_done = _was_done(run_dir)
             undo.callback(_restore, before)
             warnings += resume.roll_back(run_dir, point)
+            run_dir.logs.mkdir(exist_ok=True)  # a user may have removed them
             run_dir.withdraw(Request.CANCEL)
             since = Criterion.parse(options.best).since_best(rows.read(run_dir.evaluation))
             if options.patience is not None and since >= options.patience:

@@ -65,6 +65,14 @@ def test_a_resume_warns_of_hosts_that_are_not_given_again(
     assert any(text in warning for warning in again.warnings) is warns
 
 
+def test_a_resume_makes_a_removed_folder_of_logs_again(tmp_path: Path) -> None:
+    job, run_dir = str(tmp_path / "job.py"), RunDir(tmp_path / "run")
+    RunRequest(job, 1, {}, run_dir.path).prepare().close()
+    run_dir.logs.rmdir()
+    RunRequest(job, None, {}, run_dir.path, resume=True).prepare().close()
+    assert run_dir.logs.is_dir()
+
+
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_mistake_restores_the_options_of_a_resumed_run(tmp_path: Path, steps: int) -> None:
     """Once steps were done with the new options, these stay."""
