@@ -46,6 +46,10 @@ RUN = click.argument("run", type=PATH)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 _OPTIONS = re.compile(r"(?:^| and )(--[\w-]+)")
 """The options at the beginning of an error, which it is about."""
+_NO_THREAD = (
+    "the system grants no more threads or processes; raise the limit (ulimit -u and -v, pids.max "
+    "of the cgroup)"
+)
 _METAVARS = {int: "N", float: "X"}
 _WRONG_PATH = {errno.EACCES, errno.ENAMETOOLONG}
 """Errors of the system that a path of the command line, a variable or a file causes."""
@@ -80,6 +84,10 @@ def clearly() -> Iterator[None]:
         if where and error.errno in _WRONG_PATH:
             raise Shown(UsageError(f"{where}{error.strerror}; give another path")) from None
         raise Shown(PipeworkerError(f"{where}{error.strerror or error}")) from None
+    except RuntimeError as error:
+        if str(error) != "can't start new thread":
+            raise
+        raise Shown(PipeworkerError(_NO_THREAD)) from None
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         sys.exit(INTERRUPTED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import mmap
@@ -17,11 +18,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 
-from pipeworker.errors import PeerLost, ProtocolError
+from pipeworker.errors import PeerLost, PipeworkerError, ProtocolError
 from pipeworker.worker.transport.handshake import RendezvousPoint
 from pipeworker.worker.transport.links import unix
 from pipeworker.worker.transport.links.arena import Arena
@@ -309,6 +311,31 @@ def test_the_sender_maps_no_memory_that_may_shrink(
     with pytest.raises(ProtocolError, match="the receiver posted memory"):
         source.send(torch.ones(3), 0)
     assert descriptors() == before
+
+
+def test_the_sender_reports_that_it_lacks_memory_for_every_send(
+    sockets: Sockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later posts, which refer to the arena that was not mapped, are no error of the receiver."""
+    own, receiver = sockets
+    source = SendingLink(FORTH, own)
+    pending = source.send(torch.ones(3), 0)
+    descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+
+    def refuse(*_: object) -> NoReturn:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    socket.send_fds(receiver, [POST.pack(-1, -1, 0, 4096)], [descriptor])
+    os.close(descriptor)
+    text = "0>1/activation: no shared memory: Cannot allocate memory; free memory"
+    with pytest.raises(PipeworkerError, match=text):
+        pending.wait()
+    receiver.send(POST.pack(1, 0, 0, 12))
+    with pytest.raises(PipeworkerError, match=text):
+        source.send(torch.ones(3), 1)
+    source.close()
 
 
 def test_the_sender_maps_no_file(sockets: Sockets) -> None:

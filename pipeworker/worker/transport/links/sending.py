@@ -89,6 +89,8 @@ class PostedSender(QueuedSender):
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
         """Deliver a tensor if its buffer is posted, else queue it."""
         with self._lock:
+            if self._error is not None:
+                raise self._error
             if not self._queue:
                 while not (posts := self._posts.get(tag)):
                     record = self._receive_record(socket.MSG_DONTWAIT)
@@ -98,8 +100,6 @@ class PostedSender(QueuedSender):
                 if posts:
                     self._deliver(tensor, tag)
                     return COMPLETE
-            if self._error is not None:
-                raise self._error
             pending = PendingSend(tensor, tag)
             self._queue.append(pending)
             self._deliver_posted()

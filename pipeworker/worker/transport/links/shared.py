@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import errno
 import fcntl
 import itertools
 import mmap
@@ -64,10 +65,7 @@ class ReceivingLink(OneLane):
         try:
             return self._allocator.allocate(count)
         except OSError as error:
-            raise PipeworkerError(
-                f"the channel {self._edge}: no shared memory: {error.strerror}; free memory on "
-                "this host, or raise its limit (ulimit -f and -v, the cgroup's memory)"
-            ) from error
+            raise _no_memory(self._edge, error) from error
 
     def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Sequence[Pending]:
         """Post buffers in memory from :meth:`allocate`, or elsewhere of 32 KB at most."""
@@ -167,6 +165,8 @@ class SendingLink(PostedSender):
                 raise self._invalid("memory that may shrink")
             arena = mmap.mmap(descriptor, count)
         except (OSError, ValueError, OverflowError, struct.error) as error:
+            if isinstance(error, OSError) and error.errno == errno.ENOMEM:  # for this process alone
+                raise _no_memory(self._edge, error) from error
             raise self._invalid(f"memory: {error}") from error
         finally:
             os.close(descriptor)
@@ -184,3 +184,10 @@ class SendingLink(PostedSender):
             self._socket.send(record)
         except OSError as error:
             raise peer_lost(self._edge, error) from error
+
+
+def _no_memory(edge: Edge, error: OSError) -> PipeworkerError:
+    return PipeworkerError(
+        f"the channel {edge}: no shared memory: {error.strerror}; free memory on this host, or "
+        "raise its limit (ulimit -f and -v, the cgroup's memory)"
+    )
