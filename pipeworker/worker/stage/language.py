@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from pipeworker.errors import UsageError, a_type
+
 IGNORED = -100
 """The label of a token that is not predicted, as torch and transformers have it."""
 
@@ -30,8 +32,12 @@ def causal_loss(output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.
     own = getattr(output, "loss", None)
     if own is not None:
         return torch.where(count > 0, own, 0.0) * count, count
-    logits = getattr(output, "logits", output)[:, :-1]
-    loss = functional.cross_entropy(
-        logits.flatten(0, 1).float(), wanted.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, torch.Tensor):
+        raise UsageError(
+            f"pipeworker.causal_loss: the model returned {a_type(output)}; return the logits, or "
+            "an object with `logits` (transformers: return_dict=True), or write a loss of your own"
+        )
+    rows = logits[:, :-1].flatten(0, 1).float()
+    loss = functional.cross_entropy(rows, wanted.flatten(), ignore_index=IGNORED, reduction="sum")
     return loss, count

@@ -5,10 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from pipeworker.errors import UsageError
 from pipeworker.worker.stage.language import causal_loss
 
 WORDS = 7
@@ -42,3 +44,12 @@ def test_a_micro_batch_without_tokens_adds_nothing_to_the_models_own_loss() -> N
     assert count == 4
     for one, other in zip(alone.parameters(), both.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("output", "shown"),
+    [((torch.zeros(2, 5, WORDS), None), "a tuple"), ({"logits": torch.zeros(2, 5)}, "a dict")],
+)
+def test_an_output_without_logits_is_an_error_that_names_its_type(output: Any, shown: str) -> None:
+    with pytest.raises(UsageError, match=f"causal_loss: the model returned {shown}; return"):
+        causal_loss(output, torch.zeros(2, 5, dtype=torch.int64))
