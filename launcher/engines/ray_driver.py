@@ -274,6 +274,11 @@ def _tell(out: IO[str], **event: Any) -> None:
     print(json.dumps(event), file=out, flush=True)
 
 
+def _first_line(error: Exception) -> str:
+    """Return the first line of an error's text; if it has none, the name of its class."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def main() -> int:
     die_with_parent(os.getppid())
     out = os.fdopen(os.dup(1), "w")
@@ -287,14 +292,14 @@ def main() -> int:
     try:
         _join(ray, request, out)
     except Exception as error:  # of any kind: Ray's text goes to the user
-        text = f"cannot join Ray at {request.address}: {str(error).strip().splitlines()[0]}"
+        text = f"cannot join Ray at {request.address}: {_first_line(error)}"
         _tell(out, error=text, status=UsageError.exit_status)
         return 1
     ignore_signals()  # Ray has set handlers of its own
     try:
         group = _reserve(ray, request, out)
     except Exception as error:
-        _tell(out, error=str(error).strip().splitlines()[0], status=1)
+        _tell(out, error=_first_line(error), status=1)
         return 1
     name = f"pipeworker-ray-{secrets.token_hex(8)}"
     with Listener(f"\0{name}", "AF_UNIX", backlog=len(request.bundles)) as listener:

@@ -106,7 +106,7 @@ class RankInfo:
         return RankInfo(
             rank=rank,
             world=world,
-            local_rank=int(os.environ.get("LOCAL_RANK", before)),
+            local_rank=_integer("LOCAL_RANK", before),
             local_world=hosts.count(hosts[rank]),
             address=os.environ.get("MASTER_ADDR", ""),
             port=0,

@@ -314,11 +314,10 @@ def create(asked: str | Path | None, job_file: Path) -> tuple[RunDir, tuple[Path
     path = Path(asked) if asked else stem
     attempt = 1
     while True:
+        made: tuple[Path, ...] = ()
         try:
             new = [folder.absolute() for folder in path.parents if not folder.exists()]
-            if asked and RunDir(path).is_unused():
-                made: tuple[Path, ...] = ()
-            else:
+            if not (asked and RunDir(path).is_unused()):
                 path.mkdir(parents=True, exist_ok=False)
                 made = (path.resolve(), *new)
             (path / "logs").mkdir(exist_ok=True)
@@ -334,6 +333,9 @@ def create(asked: str | Path | None, job_file: Path) -> tuple[RunDir, tuple[Path
             attempt += 1
             path = stem.with_name(f"{stem.name}-{attempt}")
         except OSError as error:
+            for folder in made:
+                with suppress(OSError):
+                    folder.rmdir()
             raise UsageError(
                 f"run directory {path}: cannot be made: {error.strerror}; choose another --run-dir"
             ) from None

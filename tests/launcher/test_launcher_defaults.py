@@ -154,6 +154,7 @@ def test_the_file_beside_the_job_comes_first_and_no_other_is_read(launch: Launch
         ('config = "x"', "config is only for the command line"),
         ("resume = true", "resume is only for the command line"),
         ('hosts = "a:2"', "hosts is only for the command line"),
+        (r'run-dir = "a\u0000b"', r"run-dir has 'a\x00b'; remove the null character"),
         ("steps = [", ": not TOML: "),
         (f"steps = {'[' * 10_000}", ": not TOML: "),
     ],

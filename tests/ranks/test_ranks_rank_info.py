@@ -6,6 +6,8 @@ import socket
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from pipeworker.errors import RendezvousError, UsageError
 from pipeworker.ranks import rank_info as module
@@ -62,3 +64,15 @@ def test_a_variable_that_is_no_integer_is_named(name: str, monkeypatch: pytest.M
         monkeypatch.setenv(key, value)
     with pytest.raises(UsageError, match=f"^{name} 'x': must be an integer"):
         RankInfo.from_environment()
+
+
+def test_a_local_rank_beside_a_process_group_must_be_an_integer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "x")
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(UsageError, match="LOCAL_RANK 'x': must be an integer"):
+            RankInfo.detect()
+    finally:
+        dist.destroy_process_group()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -79,6 +81,22 @@ def test_create_makes_the_requested_directory(tmp_path: Path) -> None:
     assert made.path == (tmp_path / "a" / "b").resolve()
     assert (made.path / "logs").is_dir()
     assert folders == (made.path, made.path.parent)
+
+
+def test_create_leaves_nothing_where_the_folder_of_logs_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = os.mkdir
+
+    def refuse(path: Path, *mode: int) -> None:
+        if Path(path).name == "logs":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        make(path, *mode)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(UsageError, match="cannot be made: No space left on device"):
+        rundir.create(str(tmp_path / "a" / "b"), Path("job.py"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_remove_run_leaves_nothing(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class SnapshotMemory:
     """Four files in memory, in the order of a worker's files; that of frozen weights may be empty.
 
     Raises:
-        OSError: there are no descriptors left.
+        OSError: there are no descriptors left, or a filter of system calls refuses such files.
     """
 
     def __init__(self) -> None:
@@ -55,9 +55,12 @@ class SnapshotMemory:
         try:
             for _ in range(4):
                 self.handles.append(os.memfd_create("pipeworker", os.MFD_CLOEXEC))
-        except OSError:
+        except OSError as error:
             self.close()
-            raise
+            if error.errno not in (errno.ENOSYS, errno.EPERM):
+                raise
+            text = f"memfd_create: {error.strerror}; allow this system call in the sandbox's filter"
+            raise OSError(error.errno, text) from None
 
     @property
     def paths(self) -> list[Path]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import threading
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from multiprocessing.connection import Listener
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -273,3 +275,22 @@ def test_the_driver_carries_the_lines_of_an_agent(
     where = {"placement_group": "group", "placement_group_bundle_index": 0}
     assert options["scheduling_strategy"] == where
     assert own.killed == 1
+
+
+def test_an_error_of_ray_without_a_text_has_the_name_of_its_class(tmp_path: Path) -> None:
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "__init__.py").write_text("def init(**options): raise RuntimeError()")
+    cloudpickle = "def register_pickle_by_value(module): pass"
+    (tmp_path / "ray" / "cloudpickle.py").write_text(cloudpickle)
+    request = GroupRequest.of(SPEC)
+    ended = subprocess.run(
+        command("launcher.engines.ray_driver"),
+        input=json.dumps(asdict(request)) + "\n",
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    error = f"cannot join Ray at {request.address}: RuntimeError"
+    assert json.loads(ended.stdout) == {"error": error, "status": 2}
+    assert ended.stderr == ""

@@ -261,6 +261,16 @@ def test_a_writer_process_that_stays_stopped_is_killed(
     assert not commands
 
 
+def test_a_refused_system_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, flags: int) -> NoReturn:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    text = "memfd_create: Function not implemented; allow this system call in the sandbox's filter"
+    with pytest.raises(OSError, match=text):
+        SnapshotMemory()
+
+
 BLOCKED = """
 import threading
 from pipeworker.record.checkpoint import snapshot_memory
