@@ -20,7 +20,7 @@ class TaskThread:
         name: name of the thread.
         failed: called, on the thread, with what a task raised; the thread performs the next task.
             Without it the tasks handle every exception that they expect.
-        niceness: how much lower than its process's the priority of the thread is (:func:`os.nice`).
+        niceness: how far the priority of the thread is below that of its process (:func:`os.nice`).
 
     Raises:
         RuntimeError: the system grants no thread.
@@ -60,9 +60,9 @@ class TaskThread:
     def _run(self) -> None:
         if self._niceness:
             own = threading.get_native_id()
-            # From that of the process, which has a lower one under `nice`: only root may raise it.
-            lower = os.getpriority(os.PRIO_PROCESS, own) + self._niceness
             with suppress(OSError):  # a sandbox refuses it: the tasks matter more
+                # The process may run under `nice` already, and only root may raise a priority.
+                lower = os.getpriority(os.PRIO_PROCESS, own) + self._niceness
                 os.setpriority(os.PRIO_PROCESS, own, lower)
         while (task := self._tasks.get()) is not None:
             try:
