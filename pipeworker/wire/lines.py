@@ -402,7 +402,7 @@ class Buffer(Generic[E]):
             except ProtocolError:
                 if not self._skips or self._room < 0:
                     raise
-                self._room -= len(line)
+                self._room -= len(line) + 1  # with its newline: an empty one counts too
                 self.skipped += [line.decode(errors="replace")] if line.strip() else []
             else:
                 self._skips = self._skips and isinstance(events[-1], Waiting)
