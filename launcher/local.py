@@ -376,7 +376,7 @@ def default_stages(replicas: int) -> int:
     """
     # A user's module in the current folder must not be imported in place of torch's.
     code = "import sys; sys.path[:1] == [''] and sys.path.pop(0); import torch; "
-    code += "print(torch.accelerator.device_count())"
+    code += "print(f'\\n{torch.accelerator.device_count()}')"
     line = [sys.executable, "-c", code]
     answer = subprocess.run(line, capture_output=True, text=True, errors="replace")
     if answer.returncode:
@@ -385,7 +385,7 @@ def default_stages(replicas: int) -> int:
             f"--stages: torch cannot be imported to count accelerators: {reason}; "
             f"{sys.executable} -c 'import torch' shows where"
         )
-    # A sitecustomize or an extension of torch may print other lines.
+    # A sitecustomize or an extension of torch may print other text.
     count = next((int(n) for n in reversed(answer.stdout.splitlines()) if n.isdecimal()), 0)
     if not count:
         raise UsageError("--stages: this host has no accelerator; specify the number of stages")

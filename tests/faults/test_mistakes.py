@@ -10,6 +10,7 @@ import sys
 import textwrap
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -269,6 +270,15 @@ def test_what_else_an_interpreter_prints_is_no_count_of_accelerators(
 ) -> None:
     answer = subprocess.CompletedProcess[str]([], 0, "using plugin 2\n8\nbye\n", "")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    assert default_stages(1) == 8
+
+
+def test_accelerators_are_counted_behind_a_line_without_an_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accelerator = SimpleNamespace(device_count=lambda: print("a plugin", end="") or 8)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(accelerator=accelerator))
+    monkeypatch.setattr(subprocess, "run", runs_here)
     assert default_stages(1) == 8
 
 
