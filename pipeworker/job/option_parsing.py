@@ -18,7 +18,7 @@ from pipeworker.plan.orders import resolve
 from pipeworker.plan.partition import parse_balance
 
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) ?([kmgt]i?b|b|)", re.ASCII | re.IGNORECASE)
-_THREADS = re.compile(r"0*[1-9]\d{0,8}", re.ASCII)
+_THREADS = re.compile(r"0{0,9}[1-9]\d{0,8}", re.ASCII)
 UNITS = {
     "": 1,
     "b": 1,

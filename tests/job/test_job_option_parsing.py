@@ -21,7 +21,7 @@ def test_options_that_are_not_given_have_defaults(monkeypatch: pytest.MonkeyPatc
     assert make_options("job.py", 3, {"threads": 2}).threads == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "3, 2")  # for two levels of parallel regions
     assert make_options("job.py", 2, {}).threads == 3
-    for wrong in ("many", "0", "\u00b2", "9" * 5000):
+    for wrong in ("many", "0", "\u00b2", "9" * 5000, "0" * 5000 + "2"):
         monkeypatch.setenv("OMP_NUM_THREADS", wrong)
         assert make_options("job.py", 3, {}).threads == 1
 
