@@ -258,7 +258,9 @@ class Agent:
                 record_unfinished(ring)
                 ring.close()
                 code = os.waitstatus_to_exitcode(wait_status)
-                reason = _cannot_reach(request, "it does not answer") if code == AGAIN else ""
+                reason = ""
+                if code == AGAIN:
+                    reason = _cannot_reach(request, "it does not answer", remote=self._remote)
                 _send(lines.WorkerExited(request.rank, request.generation, code, position, reason))
 
     def _kill_all(self) -> None:
@@ -283,13 +285,13 @@ def unreachable_reason(request: lines.Fork) -> str:
     return error and _cannot_reach(request, error)
 
 
-def _cannot_reach(request: lines.Fork, error: str) -> str:
+def _cannot_reach(request: lines.Fork, error: str, *, remote: bool = True) -> str:
     """Return the error message for workers of this host that cannot reach the coordinator."""
-    return (
-        f"{socket.gethostname()} cannot reach the coordinator at {request.endpoint}: {error}; the "
-        "hosts of a job must reach each other at any port, with no firewall or ssh jump host "
-        "between them"
+    text = f"{socket.gethostname()} cannot reach the coordinator at {request.endpoint}: {error}"
+    advice = (
+        "the hosts of a job must reach each other at any port, with no firewall or ssh jump host"
     )
+    return f"{text}; {advice} between them" if remote else text
 
 
 def _send(event: lines.FromAgent) -> None:
