@@ -90,7 +90,8 @@ class CheckpointFolder:
         for path in self.path.glob(f".step-*{_REPLACED}"):
             complete = path.with_name(path.name.removesuffix(_REPLACED)[1:])
             if complete.exists():
-                remove(path)
+                with suppress(OSError):  # a file that a process reads may stay, as on NFS
+                    remove(path)
             else:
                 path.rename(complete)
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import pytest
 
@@ -442,6 +442,26 @@ def test_a_new_coordinator_resumes_from_a_checkpoint_that_was_not_replaced_compl
     )
     resumed = replace(OPTIONS, resume=str(saved), resume_step=3)
     begins = read_start(left, resumed, run_dir)
+    assert begins.on_disk
+    assert begins.on_disk[1].step == 3
+
+
+def test_a_replaced_checkpoint_that_cannot_be_removed_is_no_error(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = complete(run_dir, 3)
+    left.rename(left.with_name(f".{left.name}.replaced"))
+    complete(run_dir, 3)
+
+    def fail(path: Path) -> NoReturn:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", fail)
+    killed = Configuration(
+        *(OPTIONS.to_json(), str(run_dir.path), "token", "host"),
+        causes=("the coordinator was killed",),
+    )
+    begins = read_start(killed, OPTIONS, run_dir)
     assert begins.on_disk
     assert begins.on_disk[1].step == 3
 
