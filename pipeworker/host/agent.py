@@ -336,14 +336,15 @@ def main() -> int:
         # For its effect, and by name: a linter removes an import that nothing refers to.
         try:
             importlib.import_module("torch")
-            importlib.import_module("pipeworker.worker.internals").preload()
-        except PipeworkerError as error:
-            sys.exit(f"{socket.gethostname()}: {error}")
         except Exception as error:  # of a library that it needs, or of a file with its name
             sys.exit(
                 f"{socket.gethostname()}: torch cannot be imported: {type(error).__name__}: "
                 f"{error}; {sys.executable} -c 'import torch' shows where"
             )
+        try:
+            importlib.import_module("pipeworker.worker.internals").preload()
+        except PipeworkerError as error:
+            sys.exit(f"{socket.gethostname()}: {error}")
         for name in ("process", "model.survey_process", "data.reader_process"):
             importlib.import_module(f"pipeworker.worker.{name}")
     die_with_parent(parent, signal.SIGCONT)  # a stopped agent would not see its input end

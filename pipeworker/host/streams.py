@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import os
 import select
@@ -109,6 +110,7 @@ def printed_to_stderr() -> Iterator[None]:
         yield
     finally:
         flush()
+        ctypes.CDLL(None).fflush(None)
         os.dup2(kept, 1)
         os.close(kept)
 

@@ -178,11 +178,20 @@ def test_a_torch_that_cannot_be_imported_is_one_line(
     assert ended.stderr == f"{socket.gethostname()}: {reason}\n"
 
 
+PRINTS = """
+import ctypes, os
+print("a backend")
+ctypes.CDLL(None).puts(b"its library")
+os.system("echo its child")
+raise OSError("none")
+"""
+
+
 def test_text_that_torch_prints_at_its_import_is_no_event(tmp_path: Path) -> None:
-    """A backend that torch loads may do so, also in a child process."""
-    prints = "import os\nprint('a backend')\nos.system('echo its child')\nraise OSError('none')\n"
-    (tmp_path / "torch.py").write_text(prints)
+    """A backend that torch loads may do so, also in C code, and in a child process."""
+    (tmp_path / "torch.py").write_text(PRINTS)
     path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    path.pop("PYTHONUNBUFFERED", None)  # C code would write at once too
     reads, writes = os.pipe()
     words = [sys.executable, "-c", ORPHAN]
     ended = subprocess.run(words, stdin=reads, env=path, capture_output=True, text=True, timeout=60)
@@ -190,7 +199,7 @@ def test_text_that_torch_prints_at_its_import_is_no_event(tmp_path: Path) -> Non
     os.close(writes)
     received: Buffer[FromAgent] = Buffer(FromAgent)
     assert received.feed(ended.stdout.encode())
-    assert sorted(ended.stderr.splitlines()[:2]) == ["a backend", "its child"]
+    assert sorted(ended.stderr.splitlines()[:3]) == ["a backend", "its child", "its library"]
 
 
 @pytest.mark.parametrize("remote", [True, False])
