@@ -288,10 +288,10 @@ def unreachable_reason(request: lines.Fork) -> str:
 def _cannot_reach(request: lines.Fork, error: str, *, remote: bool = True) -> str:
     """Return the error message for workers of this host that cannot reach the coordinator."""
     text = f"{socket.gethostname()} cannot reach the coordinator at {request.endpoint}: {error}"
-    advice = (
-        "the hosts of a job must reach each other at any port, with no firewall or ssh jump host"
-    )
-    return f"{text}; {advice} between them" if remote else text
+    if remote:
+        text += "; the hosts of a job must reach each other at any port, with no firewall or ssh "
+        text += "jump host between them"
+    return text
 
 
 def _send(event: lines.FromAgent) -> None:

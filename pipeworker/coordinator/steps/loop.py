@@ -162,14 +162,13 @@ class BaseLoop:
         names, evaluations = [*evaluation.row()], self._progress.evaluations
         if evaluations.best is not None or evaluations.criterion.name in names:
             return None
-        text = (
-            f"--best {self._options.best}: the evaluation has no such figure; use one of "
-            f"{', '.join(names)}, with max: before it if more is better"
-        )
-        if len(names) == 1:  # there is no choice
-            lacked = evaluations.criterion.name
-            text = f"--best {self._options.best}: the evaluation has no figure but {names[0]}; "
-            text += f"have metrics() return {lacked}, or leave the option out"
+        if len(names) == 1:
+            found = f"no figure but {names[0]}; have metrics() return {evaluations.criterion.name}"
+            remedy = "or leave the option out"
+        else:
+            found = f"no such figure; use one of {', '.join(names)}"
+            remedy = "with max: before it if more is better"
+        text = f"--best {self._options.best}: the evaluation has {found}, {remedy}"
         return Failure(Cause.USAGE, text)
 
     def _evaluated(self, evaluation: Evaluation) -> Evaluated:

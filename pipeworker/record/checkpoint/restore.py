@@ -230,14 +230,17 @@ class _SavedState:
 
     def restore_strides(self, index: int, layer: nn.Module) -> None:
         """Give buffers the strides that they had: matrix kernels choose their order by these."""
+        made: dict[torch.Tensor, torch.Tensor] = {}  # several names may have one buffer
         for key, buffer in [*layer.named_buffers(remove_duplicate=False)]:
             strides = self.strides.get(self.names.parameter(index, key))
             if strides is not None and [*buffer.stride()] != strides:
                 path, _, name = key.rpartition(".")
                 try:
-                    setattr(layer.get_submodule(path), name, with_strides(buffer, strides))
+                    if buffer not in made:
+                        made[buffer] = with_strides(buffer, strides)
                 except (TypeError, ValueError, RuntimeError) as error:
                     raise damaged(self.files[0].state, f"{error!s:.80}") from None
+                setattr(layer.get_submodule(path), name, made[buffer])
 
     def state_of(self, index: int, layer: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the saved state dict of a layer."""

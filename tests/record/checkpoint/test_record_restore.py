@@ -157,6 +157,7 @@ class Turned(nn.Module):
     """A layer whose forward replaces buffers by the results of `qr`, which are column by column."""
 
     basis: torch.Tensor
+    again: torch.Tensor
     unlisted: torch.Tensor
 
     def __init__(self) -> None:
@@ -165,9 +166,11 @@ class Turned(nn.Module):
         self.register_buffer("basis", torch.eye(3))
         self.register_buffer("unlisted", torch.eye(3), persistent=False)
         self.register_buffer("rows", torch.linalg.qr(torch.randn(3, 3)).Q)
+        self.register_buffer("again", self.basis)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.basis = torch.linalg.qr(self.weight.detach() @ self.basis + torch.eye(3)).Q
+        self.again = self.basis
         self.unlisted = torch.linalg.qr(self.basis + self.unlisted).Q
         self.rows = (self.get_buffer("rows") @ self.basis).contiguous()
         return x @ self.basis @ self.unlisted @ self.rows @ self.weight
@@ -209,6 +212,7 @@ def test_buffers_and_optimizer_state_that_are_column_by_column_stay_so(tmp_path:
     for left, right in pairs:
         assert torch.equal(left, right)
         assert left.stride() == right.stride()
+    assert layers[1].again is layers[1].basis
     train(0, xs[2:])
     train(1, xs[2:])
     assert torch.equal(layers[0].weight, layers[1].weight)
