@@ -112,6 +112,11 @@ class ProtocolError(PipeworkerError):
     """A message between processes that is not valid in this version."""
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text; if it has none, the name of its class."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def a_type(value: Any) -> str:
     """Return the name of a value's type with its article, for messages: ``an int``."""
     return with_article(type(value).__name__)

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from launcher.engines.ray import CALLER, GroupRequest
 from launcher.engines.ray_pipe import END, ERROR, OUT, SIZE, ignore_signals
-from pipeworker.errors import UsageError
+from pipeworker.errors import UsageError, first_line
 from pipeworker.host.lifetime import die_with_parent
 from pipeworker.wire import lines
 
@@ -274,11 +274,6 @@ def _tell(out: IO[str], **event: Any) -> None:
     print(json.dumps(event), file=out, flush=True)
 
 
-def _first_line(error: Exception) -> str:
-    """Return the first line of an error's text; if it has none, the name of its class."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
 def main() -> int:
     die_with_parent(os.getppid())
     out = os.fdopen(os.dup(1), "w")
@@ -292,14 +287,14 @@ def main() -> int:
     try:
         _join(ray, request, out)
     except Exception as error:  # of any kind: Ray's text goes to the user
-        text = f"cannot join Ray at {request.address}: {_first_line(error)}"
+        text = f"cannot join Ray at {request.address}: {first_line(error)}"
         _tell(out, error=text, status=UsageError.exit_status)
         return 1
     ignore_signals()  # Ray has set handlers of its own
     try:
         group = _reserve(ray, request, out)
     except Exception as error:
-        _tell(out, error=_first_line(error), status=1)
+        _tell(out, error=first_line(error), status=1)
         return 1
     name = f"pipeworker-ray-{secrets.token_hex(8)}"
     with Listener(f"\0{name}", "AF_UNIX", backlog=len(request.bundles)) as listener:

@@ -282,10 +282,10 @@ def unreachable_reason(request: lines.Fork) -> str:
     if request.local_rank or request.generation > 1:
         return ""
     error = connection_error(request.endpoint, timings().reach)
-    return error and _cannot_reach(request, error)
+    return error and _cannot_reach(request, error, remote=True)
 
 
-def _cannot_reach(request: lines.Fork, error: str, *, remote: bool = True) -> str:
+def _cannot_reach(request: lines.Fork, error: str, *, remote: bool) -> str:
     """Return the error message for workers of this host that cannot reach the coordinator."""
     text = f"{socket.gethostname()} cannot reach the coordinator at {request.endpoint}: {error}"
     if remote:

@@ -412,19 +412,20 @@ def test_a_plan_that_cannot_be_written_ends_the_job(
     assert [type(event) for event in handled] == [EffectFailed]
 
 
+def after_a_kill(run_dir: RunDir, **more: Any) -> Configuration:
+    """Return the configuration of a coordinator that replaces one that was killed."""
+    words = OPTIONS.to_json(), str(run_dir.path), "token", "host"
+    return Configuration(*words, causes=("the coordinator was killed",), **more)
+
+
 @pytest.mark.parametrize(("steps", "goes_on"), [(4, 3), (3, 3), (2, 0)])
 def test_a_new_coordinator_resumes_from_a_snapshot_whose_rows_exist(
     files: RunFiles, run_dir: RunDir, steps: int, goes_on: int
 ) -> None:
     for step in range(1, steps + 1):
         files.add_step(result(step))
-    left = Configuration(
-        *(OPTIONS.to_json(), str(run_dir.path), "token", "host"),
-        snapshot=Snapshot(3, 1, 2, 0.0, 0),
-        causes=("the coordinator was killed",),
-        stages=1,
-    )
-    begins = read_start(left, OPTIONS, run_dir)
+    snapshot = Snapshot(3, 1, 2, 0.0, 0)
+    begins = read_start(after_a_kill(run_dir, snapshot=snapshot, stages=1), OPTIONS, run_dir)
     assert begins.stages == 1
     assert begins.recorded == steps
     assert (begins.snapshot[0].step if begins.snapshot else 0) == goes_on
@@ -436,12 +437,8 @@ def test_a_new_coordinator_resumes_from_a_checkpoint_that_was_not_replaced_compl
     """The step was saved again, after the evaluation with which a resumed run began."""
     saved = complete(run_dir, 3)
     saved.rename(saved.with_name(f".{saved.name}.replaced"))
-    left = Configuration(
-        *(OPTIONS.to_json(), str(run_dir.path), "token", "host"),
-        causes=("the coordinator was killed",),
-    )
     resumed = replace(OPTIONS, resume=str(saved), resume_step=3)
-    begins = read_start(left, resumed, run_dir)
+    begins = read_start(after_a_kill(run_dir), resumed, run_dir)
     assert begins.on_disk
     assert begins.on_disk[1].step == 3
 
@@ -457,11 +454,7 @@ def test_a_replaced_checkpoint_that_cannot_be_removed_is_no_error(
         raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
 
     monkeypatch.setattr(shutil, "rmtree", fail)
-    killed = Configuration(
-        *(OPTIONS.to_json(), str(run_dir.path), "token", "host"),
-        causes=("the coordinator was killed",),
-    )
-    begins = read_start(killed, OPTIONS, run_dir)
+    begins = read_start(after_a_kill(run_dir), OPTIONS, run_dir)
     assert begins.on_disk
     assert begins.on_disk[1].step == 3
 

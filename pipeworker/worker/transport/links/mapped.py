@@ -24,7 +24,7 @@ from typing import Any
 import msgpack
 import torch
 
-from pipeworker.errors import ProtocolError
+from pipeworker.errors import ProtocolError, first_line
 from pipeworker.host import streams
 from pipeworker.plan.actions import Edge
 from pipeworker.record.checkpoint.tensor_file import raw_bytes
@@ -263,7 +263,7 @@ def _offer(connection: socket.socket, accelerator: Accelerator, mapping: CudaIpc
         signal, handle = mapping.signal()
         handles = mapping.share(memory), handle
     except _MAPPING_ERRORS as error:
-        reason = _first_line(error)
+        reason = first_line(error)[:500]
     connection.sendall(msgpack.packb((reason, *handles)))
     (reply,) = _receive_fields(connection, str)
     del memory, signal  # until the reply: a handle of what is freed cannot be opened
@@ -278,13 +278,9 @@ def _try_offer(connection: socket.socket, accelerator: Accelerator, mapping: Cud
             mapping.map(memory)
             mapping.signal_of(event)
         except _MAPPING_ERRORS as error:
-            reason = _first_line(error)
+            reason = first_line(error)[:500]
     connection.sendall(msgpack.packb((reason,)))
     return str(reason)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0][:500]
 
 
 def _receive_fields(connection: socket.socket, *types: type) -> tuple[Any, ...]:
