@@ -108,7 +108,7 @@ class Launch:
         options, path = prepared.options, str(prepared.run_dir.path)
         self._first_path = path
         self._supervisor = Supervisor(
-            options, path, new_token(), agents, self._timings, os.cpu_count() or 1
+            options, path, new_token(), agents, self._timings, len(os.sched_getaffinity(0))
         )
         self._agents: dict[int, AgentProcess] = {}
         self._coordinator: Coordinator | None = None

@@ -80,7 +80,7 @@ class Service:
             replaceable=configuration.slots > 1,
             launched=configuration.parent_rank < 0,
             start=self._start(),
-            cores=os.cpu_count() or 1,
+            cores=len(os.sched_getaffinity(0)),
         )
         self._disk, self._planner = ResultThread("disk"), ResultThread("planner")
         self._files = RunFiles(
