@@ -73,6 +73,23 @@ def changed_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return kwargs["out"] if "out" in kwargs else args[0] if is_in_place(name) else None
 
 
+def first_uses(
+    func: Any, args: tuple[Any, ...], tensors: Sequence[torch.Tensor], unused: dict[int, str]
+) -> dict[str, bool]:
+    """Return the names of the buffers in `unused` that a call uses, and whether it overwrites each.
+
+    They are removed from `unused`, which has the names by the id of each buffer.
+    """
+    if not unused or reads_metadata(func):
+        return {}
+    is_copy = name_of(func) == "copy_"
+    return {
+        name: is_copy and tensor is args[0] and sum(one is tensor for one in tensors) == 1
+        for tensor in tensors
+        if (name := unused.pop(id(tensor), ""))
+    }
+
+
 def with_places(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments of an indexing with the places that masks select instead of the masks.
 

@@ -32,6 +32,7 @@ from pipeworker.worker.stage.cut.calls import (
     arguments,
     changed_of,
     descriptions,
+    first_uses,
     is_in_place,
     key_of,
     leaves_of,
@@ -200,6 +201,9 @@ class Forward:
         """Do one call of a function of torch outside of units."""
         leaves = [*leaves_of(args), *leaves_of(kwargs)]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        for buffer, is_overwritten in first_uses(func, args, tensors, self._unused).items():
+            if not is_overwritten:
+                raise self._elsewhere(f"it uses the buffer {buffer!r} before it overwrites it")
         if not self._depends(tensors):
             if any(is_fake(t) and id(t) not in self._unneeded for t in tensors):
                 raise self._elsewhere("it uses a tensor of an earlier micro-batch")
@@ -416,6 +420,7 @@ class Forward:
     def run(self, module: torch.nn.Module, value: Any) -> Any:
         """Run the layers; return what the next layer gets, or the module's output."""
         self._module = module
+        self._unused = {id(module.get_buffer(name)): name for name in self._plan.overwritten}
         batch = self.begin(value)
         self._begin_layer()
         args, kwargs = arguments(batch)

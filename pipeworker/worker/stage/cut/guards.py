@@ -1,6 +1,7 @@
 """Checks that refuse code between units which the stages would not compute as one process does.
 
-They are made while a plan is made, on the calls of torch's functions outside of units.
+They are made while a plan is made, on the calls of torch's functions outside of units; the check of
+buffers, behind every forward.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pipeworker.worker.internals import (
     saved_tensor_hooks,
     storage_key,
     storage_uses,
+    version_of,
 )
 from pipeworker.worker.stage.cut.calls import line_of_the_user, tensors_of
 from pipeworker.worker.stage.cut.objects import held_within
@@ -42,6 +44,41 @@ def refused(layer: int, unit: str, reason: str, remedy: str) -> UsageError:
     return UsageError(
         f"layer {layer} ({unit}): the model's forward {reason}, at {line_of_the_user()}; {remedy}, "
         f"{_BY_HAND}"
+    )
+
+
+class OuterBuffers:
+    """The buffers of a module outside of its units, which keep nothing for a later forward."""
+
+    def __init__(self, module: nn.Module, units: Iterable[nn.Module]) -> None:
+        inside = {id(buffer) for unit in units for buffer in unit.buffers()}
+        self._found: list[tuple[str, nn.Module, str, torch.Tensor, int]] = []
+        for name, buffer in module.named_buffers():
+            if id(buffer) not in inside:
+                folder, _, key = name.rpartition(".")
+                owner = module.get_submodule(folder)
+                self._found.append((name, owner, key, buffer, version_of(buffer)))
+
+    def unsaved(self, saved: Container[int]) -> dict[int, str]:
+        """Return the names, by id, of those that are not `saved`."""
+        return {id(one): name for name, _, _, one, _ in self._found if id(one) not in saved}
+
+    def check(
+        self, overwritten: Container[str], is_filled: Callable[[torch.Tensor], bool] | None = None
+    ) -> None:
+        """Reject a change of one that is not in `overwritten`, or one by values of layers."""
+        for name, owner, key, buffer, version in self._found:
+            is_same = getattr(owner, key, None) is buffer
+            may_change = name in overwritten or version_of(buffer) == version
+            if not is_same or not may_change or (is_filled is not None and is_filled(buffer)):
+                raise changes_buffer(name)
+
+
+def changes_buffer(name: str) -> UsageError:
+    """Return the error for a forward that changes a buffer outside of units."""
+    return UsageError(
+        f"model(): its forward changes the buffer {name!r} outside of the modules that its layers "
+        "are made of; move it into one of them, or return a list of layers"
     )
 
 

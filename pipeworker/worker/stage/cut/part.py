@@ -12,9 +12,10 @@ from torch import nn
 
 from pipeworker.errors import UsageError, a_type
 from pipeworker.facts.layer_names import LayerNames
-from pipeworker.worker.internals import pytree, storage_key, version_of
+from pipeworker.worker.internals import pytree, storage_key
 from pipeworker.worker.stage.cut.common import CommonVariables
 from pipeworker.worker.stage.cut.forward import Enter, Forward, Leave, StandIns
+from pipeworker.worker.stage.cut.guards import OuterBuffers, changes_buffer
 from pipeworker.worker.stage.cut.inner_hooks import forget_library_hooks
 from pipeworker.worker.stage.cut.isolation import Isolation, held_by_modules
 from pipeworker.worker.stage.cut.plan import CutPlan
@@ -57,7 +58,8 @@ class Cut:
         self.switched_off: list[str] = []
         self._run: Any = None
         self._stand_ins: StandIns = {}
-        _intercept(self.module, self._unit)
+        units = _intercept(self.module, self._unit).values()
+        self._outer = OuterBuffers(self.module, (one.unit for one in units))
 
     def _unit(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return self._run.call(name, *args, **kwargs)
@@ -84,7 +86,9 @@ class Cut:
         outer = self._run
         self._run = Forward(*around, parts, calls, self._stand_ins, enter, leave)
         try:
-            return self._run.run(self.module, value)
+            found = self._run.run(self.module, value)
+            self._outer.check(self.plan.overwritten)
+            return found
         finally:
             self._run = outer
 
@@ -131,21 +135,13 @@ def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
     units = _intercept(copied, planning.call)
     itself = Isolation({"": module}, lambda _: module)
     _reject_views(module)
-    inside = {id(buffer) for one in units.values() for buffer in one.unit.buffers()}
-    outside = [(n, b, version_of(b)) for n, b in copied.named_buffers() if id(b) not in inside]
     isolation = Isolation(
         {name: one.unit for name, one in units.items()},
         lambda name: hollow(untouched.get_submodule(name), CPU),
     )
     with torch.enable_grad():
         plan = planning.run(copied, units, isolation, _copy(batch))
-    now = dict(copied.named_buffers())
-    for name, buffer, version in outside:
-        if now.get(name) is not buffer or version_of(buffer) != version or planning.changes(buffer):
-            raise UsageError(
-                f"model(): its forward changes the buffer {name!r} outside of the modules that its "
-                "layers are made of; move it into one of them, or return a list of layers"
-            )
+    _reject_shared(module, plan.overwritten)
     if changed := itself.changed("", module):
         raise UsageError(
             f"model(): a hook or another function holds the module, and sets {changed!r} of it; a "
@@ -201,6 +197,17 @@ def _reject_views(module: nn.Module) -> None:
                         "without that parameter would have a copy, which no update changes; use "
                         "the parameter itself, or clone() it"
                     )
+
+
+def _reject_shared(module: nn.Module, overwritten: Sequence[str]) -> None:
+    """Reject an overwritten buffer whose memory another tensor has: copies of the two have none."""
+    held = held_by_modules(module.named_modules()).values() if overwritten else ()
+    tensors = {id(one): one for values in held for one in values if isinstance(one, torch.Tensor)}
+    for name in overwritten:
+        buffer = module.get_buffer(name)
+        for one in tensors.values():
+            if one is not buffer and is_dense(one) and storage_key(one) == storage_key(buffer):
+                raise changes_buffer(name)
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, range]:

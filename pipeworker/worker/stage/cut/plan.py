@@ -41,6 +41,8 @@ class CutPlan:
             forward itself has added, in order.
         touched: the places of those tensors of the input that the forward changes.
         random: counts of the calls that draw random numbers.
+        overwritten: names of buffers outside of units that each forward overwrites before it uses
+            them, so that no forward depends on an earlier one.
         types: names of the classes that numbers in the structures stand for.
     """
 
@@ -56,6 +58,7 @@ class CutPlan:
     hooked: list[list[str]] = field(default_factory=list)
     touched: list[int] = field(default_factory=list)
     random: set[int] = field(default_factory=set)
+    overwritten: list[str] = field(default_factory=list)
     types: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:

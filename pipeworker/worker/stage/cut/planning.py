@@ -32,6 +32,7 @@ from pipeworker.worker.stage.cut.calls import (
     changed_of,
     clear_new,
     descriptions,
+    first_uses,
     is_hidden,
     leaves_of,
     line_of_error,
@@ -44,7 +45,7 @@ from pipeworker.worker.stage.cut.calls import (
 )
 from pipeworker.worker.stage.cut.common import CommonVariables
 from pipeworker.worker.stage.cut.containers import Contents, effects_since, held_by, restore
-from pipeworker.worker.stage.cut.guards import Guards, refused
+from pipeworker.worker.stage.cut.guards import Guards, OuterBuffers, refused
 from pipeworker.worker.stage.cut.inner_hooks import Outputs, call_hooks, hooked_in
 from pipeworker.worker.stage.cut.isolation import Departures, Isolation
 from pipeworker.worker.stage.cut.plan import INPUT, CutPlan, Number
@@ -109,6 +110,8 @@ class Planning:
         own = [one.unit for one in units.values()]
         self._parameters_of = {n: [*map(id, u.unit.parameters())] for n, u in units.items()}
         self._guards = Guards(module, own, self._here)
+        self._outer = OuterBuffers(module, own)
+        self._unused = self._outer.unsaved(self._parameters)
         self.departures = Departures(module, own, self.common)
         self._owned = {
             storage_key(parameter): self._parameters[id(parameter)]
@@ -175,6 +178,7 @@ class Planning:
             for name, layers in self._named.items()
         }
         self._check_views()
+        self._outer.check(plan.overwritten, lambda buffer: id(buffer) in self._numbers)
         return plan
 
     def _here(self) -> tuple[int, str]:
@@ -198,10 +202,6 @@ class Planning:
         """Whether a unit has returned a tensor that it was called with."""
         return bool(self._passed)
 
-    def changes(self, tensor: torch.Tensor) -> bool:
-        """Return whether the forward fills a tensor, which is no input, with values of layers."""
-        return id(tensor) in self._numbers
-
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do one call of a function of torch outside of units."""
         if is_hidden(func):  # TorchScript would hide the error's class
@@ -211,6 +211,8 @@ class Planning:
             )
         tensors = tensors_of((args, kwargs))
         name = name_of(func)
+        first = first_uses(func, args, tensors, self._unused)
+        self.plan.overwritten += [buffer for buffer, is_whole in first.items() if is_whole]
         tainted = [t for t in tensors if id(t) in self._numbers or id(t) in self._parameters]
         if not tainted:
             with without_fake_modes():
