@@ -193,8 +193,9 @@ class Planning:
             f"layer {layer} ({unit}): the model's forward depends on the numbers of an activation, "
             f"at {line_of_error(error)}: an if, an assertion, item(), numpy(), a distribution "
             "without validate_args=False, a selection by a mask or pack_padded_sequence. A "
-            "pipeline cannot cut it there; move the code into a module with parameters, which runs "
-            "as a whole, or cut the model by hand, as a list of layers"
+            "pipeline cannot cut it there; have a module with parameters of its own or an entry of "
+            "an nn.ModuleList do it, which runs as a whole, or cut the model by hand, as a list of "
+            "layers"
         )
 
     @property
