@@ -52,7 +52,8 @@ _MADE_OF_PARTS: dict[int, tuple[int, set[type]]] = {
 }
 """The number of parts of an encoded value, and their types, by its tag."""
 _WORD = 1 << 63
-_OF_TORCH = [kind for kind in pytree.SUPPORTED_NODES if kind.__module__ == "torch.return_types"]
+_NODES = getattr(pytree, "SUPPORTED_NODES", ())  # a torch without it is named after all imports
+_OF_TORCH = [kind for kind in _NODES if kind.__module__ == "torch.return_types"]
 """The classes of what functions of torch return, as ``torch.max(x, 1)``."""
 
 
