@@ -117,7 +117,7 @@ READING = (
         import time
 
         for batch in read():
-            time.sleep(0.3)
+            time.sleep(0.6)
             yield batch
 """
 )
