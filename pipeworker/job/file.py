@@ -34,6 +34,8 @@ _NEARLY = 0.87
 _MOST_FILES = 1 << 10
 """Source files to compare between hosts; packages with more were not copied by hand."""
 _DIGEST_LENGTH = 16
+_SPAWNED = str(Path(__file__).with_name("spawned"))
+"""The folder of the module that has the name of `_PACKAGE` in a spawned process."""
 _NEVER_OF_A_USER = ("torch", "pipeworker")
 """The packages that this process imports at any time, in addition to what the job file does."""
 
@@ -78,8 +80,8 @@ def load(path: Path, arguments: tuple[str, ...]) -> JobFile:
 
     ``import neighbour`` and ``from . import neighbour`` both find modules beside the file, even if
     one is named like a top-level module of pipeworker's repository. Of a link they also find those
-    beside its target, as Python does. Whatever the file raises, a SyntaxError among them, is
-    raised.
+    beside its target, as Python does. A process that ``multiprocessing`` spawns finds the file too.
+    Whatever the file raises, a SyntaxError among them, is raised.
     """
     if not path.is_file():
         raise UsageError(f"job file {path}: does not exist; give the path of a Python file")
@@ -88,6 +90,8 @@ def load(path: Path, arguments: tuple[str, ...]) -> JobFile:
     _forget_own_modules()
     folders = [*map(str, _folders(path))]
     sys.path[:0] = folders
+    if _SPAWNED not in sys.path:
+        sys.path.append(_SPAWNED)
     sys.argv = [str(path), *arguments]
     package = ModuleType(_PACKAGE)
     package.__path__ = folders

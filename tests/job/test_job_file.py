@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import operator
 import os
 import sys
@@ -349,6 +350,29 @@ def test_the_modules_of_a_job_are_those_imported_since_it_began_to_load(
     monkeypatch.setitem(sys.modules, "replaced", object())
     names = [module.__name__ for module in job_file.modules()]
     assert names == ["pipeworker_job.second", "theirs"]
+
+
+def test_a_spawned_process_finds_what_the_job_file_defines(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("def answer(): return 42")
+    (tmp_path / "job.py").write_text(
+        textwrap.dedent(
+            """
+            model, loss, optimizer, data = [len], min, max, [1]
+
+            def answer(results):
+                from . import beside
+                results.put(beside.answer())
+            """
+        )
+    )
+    load(tmp_path / "job.py")
+    spawn, module = multiprocessing.get_context("spawn"), sys.modules["pipeworker_job.job"]
+    results = spawn.SimpleQueue()
+    process = spawn.Process(target=vars(module)["answer"], args=(results,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert results.get() == 42
 
 
 def test_a_job_file_finds_none_of_the_repositorys_own_modules(tmp_path: Path) -> None:
