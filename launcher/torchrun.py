@@ -21,6 +21,7 @@ from pipeworker.facts.failure import Cause, Failure
 from pipeworker.host.device_files import remove_device_files
 from pipeworker.host.lifetime import die_with_parent, kill_group, signal_with_parent
 from pipeworker.host.session_watcher import choose_sockets_folder, share_sockets_folder
+from pipeworker.host.streams import flush_files
 from pipeworker.job.renamed import written
 from pipeworker.ranks import rendezvous
 from pipeworker.ranks.coordinator_process import CoordinatorProcess, EventListener
@@ -74,6 +75,7 @@ def run(rank: RankInfo, request: RunRequest, view: Style) -> int:
     )
     coordinator = met.coordinator
     status = process.run(settings, partial(_leave, coordinator, os.dup(2)), _write_failure)
+    flush_files()  # the daemon threads may keep them, and Python then does not
     return coordinator.finish(status) if coordinator else status
 
 

@@ -37,7 +37,7 @@ from pipeworker.host.session_watcher import (
 )
 from pipeworker.host.signals import SignalSocket
 from pipeworker.host.start_progress import reported_progress
-from pipeworker.host.streams import connect_to_null, printed_to_stderr
+from pipeworker.host.streams import connect_to_null, flush_files, printed_to_stderr
 from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory
 from pipeworker.record.rundir import file_digest
@@ -206,7 +206,7 @@ class Agent:
                 reader=link,
             )
             status = process.run(settings)
-            atexit._run_exitfuncs()
+            _run_exit_handlers()
         finally:
             os._exit(status)
 
@@ -220,7 +220,7 @@ class Agent:
         from pipeworker.worker.data import reader_process
 
         status = reader_process.run(connection, control, clock)
-        atexit._run_exitfuncs()
+        _run_exit_handlers()
         return status
 
     def _leave(self, parent: int) -> None:
@@ -311,6 +311,12 @@ def _agent_hello(job: str, run: str, variable: str) -> lines.AgentHello:
     return lines.AgentHello(
         **found, caller=address, job=file_digest(Path(job)), run=file_digest(Path(run))
     )
+
+
+def _run_exit_handlers() -> None:
+    """Do what Python does for the user's code at the end of a process that is not forked."""
+    atexit._run_exitfuncs()
+    flush_files()
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import io
 import os
 import select
@@ -13,6 +14,7 @@ from typing import Any, TextIO
 
 LOG_PREFIX = "[pipeworker] "
 """The beginning of a line in a worker's log that pipeworker writes, not the job."""
+_BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 _MODES = {"stdin": "r", "stdout": "w", "stderr": "w"}
 
 
@@ -91,6 +93,17 @@ def flush() -> None:
         if stream is not None:
             with contextlib.suppress(Exception):
                 stream.flush()
+
+
+def flush_files() -> None:
+    """Write what is buffered for the files that the job has opened, as an interpreter's end does.
+
+    A forked process ends without that. What was frozen before the fork is not of the job.
+    """
+    for one in gc.get_objects():
+        if type(one) in _BUFFERED:
+            with contextlib.suppress(Exception):
+                one.flush()
 
 
 def connect_to_null(*descriptors: int) -> None:

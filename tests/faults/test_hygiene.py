@@ -21,6 +21,7 @@ from support.processes.terminal import Terminal
 from support.real_jobs.jobs import Jobs, Record, cpu_seconds, processes_of, steps_of, until
 from support.real_jobs.live import SECONDS, Live, left_in
 from support.real_jobs.sources import JOB, LOADER, SLEEPERS
+from support.real_jobs.torchrun import Torchrun
 from support.slow import slow
 
 STUCK = JOB.replace(
@@ -49,6 +50,12 @@ STARTING = (
 """
     + JOB
 )
+
+WRITING = JOB.replace(
+    "def model", 'losses, reads = open("losses", "a"), open("reads", "ab")\n\n    def model'
+)
+WRITING = WRITING.replace("return nn.f", 'losses.write("loss\\n")\n        return nn.f')
+WRITING = WRITING.replace("x = torch.randn", 'reads.write(b"read\\n")\n            x = torch.randn')
 
 ENDLESS = ("--stages", "3", "--microbatches", "4", "--steps", "1000000")
 
@@ -482,3 +489,16 @@ def test_no_process_of_a_job_leaves_a_file_for_python_to_close(jobs: Jobs) -> No
     env = {**os.environ, "PYTHONWARNINGS": "error::ResourceWarning"}
     run = jobs.train("--stages", "2", "--steps", "1", env=env, cold=True)
     assert "ResourceWarning" not in run.stderr
+
+
+@pytest.mark.parametrize("ranks", [False, True], ids=["launch", "torchrun"])
+def test_what_a_job_has_written_is_in_its_files_at_the_end(
+    jobs: Jobs, torchrun: Torchrun, ranks: bool
+) -> None:
+    words = ("--microbatches", "2", "--recompute", "never")
+    if ranks:
+        assert torchrun(*words, source=WRITING).end().status == 0
+    else:
+        jobs.train("--stages", "2", *words, source=WRITING)
+    lines = {name: (jobs.folder / name).read_text().count("\n") for name in ("losses", "reads")}
+    assert lines == {"losses": 12, "reads": 6}
