@@ -35,6 +35,7 @@ from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.plan import Described, Plan, Ready, StageRange
 from pipeworker.wire.messages.step import Change, RunStep
 
+_SET_ORDER = "; a set of strings has another order in each process"
 _MAX_SCHEDULES = 16
 """Schedules for fewer micro-batches that are kept at once: data may have any number of them."""
 
@@ -89,12 +90,12 @@ class Blueprint:
         if len({(d.layers, d.names) for d in described}) > 1:
             raise UsageError(
                 "model(): different workers built different layers; it must depend only on the job "
-                "file, its arguments and the seed"
+                f"file, its arguments and the seed{_SET_ORDER}"
             )
         if len({d.weights for d in described}) > 1:
             raise UsageError(
                 "model: the initial weights differ from rank to rank; pass it as a function, which "
-                "is called under the job's seed, or seed torch before building it"
+                f"is called under the job's seed, or seed torch before building it{_SET_ORDER}"
             )
         layers = len(described[0].layers)
         if planned is None:

@@ -79,10 +79,11 @@ _ADVICE = {
         "choose another mode"
     ),
     "modified by an inplace operation": (
-        "\n  a change in place: several micro-batches run forward before the first one runs "
-        "backward; change weights in the optimizer's step() or in before_update(), and use what a "
-        "hook on the backward changes in no forward; for a buffer that only some forwards change, "
-        "use --recompute always"
+        "\n  a change in place: if a layer changes its input, and an earlier layer needs that in "
+        "backward, use inplace=False, and x = x + y for x += y; several micro-batches run forward "
+        "before the first one runs backward, so change weights in the optimizer's step() or in "
+        "before_update(), and use what a hook on the backward changes in no forward; for a buffer "
+        "that only some forwards change, use --recompute always"
     ),
     "Trying to backward through the graph a second time": (
         "\n  a graph that has run backward: call backward() neither in loss(output, target) nor in "

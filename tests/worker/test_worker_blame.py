@@ -260,6 +260,15 @@ def test_a_change_in_place_of_what_a_graph_has_saved_is_explained() -> None:
     assert "several micro-batches run forward before the first one runs back" in failure.message
 
 
+def test_a_change_in_place_of_an_activation_is_explained() -> None:
+    hidden = torch.ones(2, requires_grad=True).tanh()
+    output = torch.nn.functional.relu(hidden, inplace=True)
+    with pytest.raises(RuntimeError) as seen:
+        output.sum().backward()  # type: ignore[no-untyped-call]
+    failure = failure_of(raised_by(seen.value, layer(5, "Tanh")), 0, FORWARD)
+    assert "needs that in backward, use inplace=False, and x = x + y for x += y" in failure.message
+
+
 def test_a_loss_that_runs_backward_itself_is_explained() -> None:
     """The backward of the last layer raises then, so its error names that layer."""
     output = torch.ones(2, requires_grad=True).square().sum()
