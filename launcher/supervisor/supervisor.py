@@ -349,7 +349,7 @@ class Supervisor:
                 self._snapshot = None
             self._send(lines.HostLost(ranks, text, survives))
             self._lost_hosts.append(text)
-        elif not agent.may_return(now):
+        elif self.stopping or not agent.may_return(now):
             agent.may_retry = False  # the coordinator decides
             number = self._forks.generation
             self._send(lines.CannotStart(min(ranks, default=0), number, text, self._places))

@@ -155,8 +155,8 @@ class Job:
                 text = with_location(end.failure)
                 effects.append(Warned(f"step {self.progress.steps} is not saved: {text}"))
             end = self._pending_end
-        elif isinstance(end, JobEnd) and self._is_worth_saving(end):
-            return self._save_first(end, effects, now)
+        elif isinstance(end, JobEnd) and end.failure and self._is_worth_saving(end.failure):
+            return self._save_first(end, end.failure, effects, now)
         if isinstance(end, Lost) and self._would_save_nothing:
             effects += self._not_saved(end)
             end = self.generation.stopped
@@ -180,13 +180,14 @@ class Job:
                 return self._restart(effects, cause, now)
             if refusal and self._restarts.causes:
                 effects.append(Warned(f"the job is not restarted: {refusal}"))
-            if end.stops:
-                effects += self._not_saved(end)
+            lost, end = end, JobEnd(Status.FAILED, 1, end.failure)
+            stops = lost.stops or (cannot_start and self.generation.interrupted is not None)
+            if stops:
                 end = self.generation.stopped
-            else:
-                end = JobEnd(Status.FAILED, 1, end.failure)
             if self._holds_unsaved and self._elastic.shrink_to_save(room):
-                return self._save_first(end, effects, now)
+                return self._save_first(end, lost.failure, effects, now)
+            if stops:
+                effects += self._not_saved(lost)
         self.end = end
         return [*effects, *self._withdrawn(end), self._verdict(end, now)]
 
@@ -266,13 +267,12 @@ class Job:
         runs = self.generation.state is State.STEPPING and self.generation.interrupted is None
         return runs and self._elastic.may_grow(now)
 
-    def _is_worth_saving(self, end: JobEnd) -> bool:
+    def _is_worth_saving(self, failure: Failure) -> bool:
         """Return whether the user's code has failed and memory has steps that the disk lacks.
 
         Weights that gave NaN, which is a failure of the whole step's loss, are not worth it.
         """
-        failure = end.failure
-        if failure is None or failure.cause is not Cause.USER:
+        if failure.cause is not Cause.USER:
             return False
         gave_nan = failure.rank < 0 and failure.position.phase is Phase.LOSS
         return not gave_nan and self._holds_unsaved
@@ -283,18 +283,20 @@ class Job:
         own_loop = self._options.own_loop  # its workers have saved it themselves, if they could
         return not own_loop and self.progress.has_unsaved(self._newest_state.step)
 
-    def _save_first(self, end: JobEnd, effects: list[Effect], now: float) -> list[Effect]:
+    def _save_first(
+        self, end: JobEnd, failure: Failure, effects: list[Effect], now: float
+    ) -> list[Effect]:
         """Start one more generation that only writes the last snapshot, then end by `end`.
 
         The failed workers cannot save it themselves, because they are in the middle of a step, or
         because their host is gone and the copies in another one's memory are left.
         """
-        assert end.failure
         self._pending_end = end
-        effects = self._restart(effects, with_location(end.failure), now, recovers=False)
+        effects = self._restart(effects, with_location(failure), now, recovers=False)
         self._recovery = None
         self.generation.interrupted, self.generation.stopped = now, end
-        text = f"the job failed; step {self.progress.steps} is saved before it ends"
+        what = "failed" if end.failure else "stops"
+        text = f"the job {what}; step {self.progress.steps} is saved before it ends"
         if self._elastic.workers < self._elastic.target:
             text += f", with the {self._workers_text} for which there is room"
         return [*effects, Warned(text)]

@@ -362,6 +362,28 @@ def test_without_room_for_all_the_last_snapshot_is_saved_by_those_that_have_it(
     assert (job.ended.status, job.ended.exit_status) == ("failed", 1)
 
 
+@pytest.mark.parametrize("room", [2, 0])
+def test_a_stopped_job_saves_the_last_snapshot_by_those_that_have_it(room: int) -> None:
+    """Its cluster kills the processes that are left after a grace period."""
+    job = replaceable_job(4, snapshot_every=1).running()
+    job.step(1)
+    job.step(2)
+    job.handle(HostLost((2, 3), "host b is lost", survives=True))
+    job.interrupt()
+    job.handle(CannotStart(2, 2, "host b: no route to host", room))
+    if room:
+        text = "step 1 is saved before it ends, with the 2 workers for which there is room"
+        assert of(job.effects, Warned)[-1] == Warned(f"the job stops; {text}")
+        assert [advance.next for advance in saves(job.start())] == [Save(1, slot=1)] * 2
+        job.saved()
+        job.checkpoint_committed(1)
+    else:
+        (warned,) = of(job.effects, Warned)
+        assert warned.text.startswith("step 1 is not saved: host b: no route to host")
+    assert (job.ended.status, job.ended.exit_status) == ("interrupted", 130)
+    assert job.ended.error is None
+
+
 @pytest.mark.parametrize("room", [0, -1])
 def test_nothing_is_saved_where_no_worker_can_be_started(room: int) -> None:
     job = replaceable_job(4, snapshot_every=1).running()

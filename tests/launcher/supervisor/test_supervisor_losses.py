@@ -9,6 +9,7 @@ from pipeworker.facts.position import Position
 from pipeworker.wire.lines import (
     CannotStart,
     HostLost,
+    Interrupt,
     KeepAlive,
     Restart,
     SaveRequest,
@@ -183,6 +184,17 @@ def test_a_host_is_tried_again_for_as_long_as_it_may_come_back() -> None:
     assert of(job.handle(events.Ticked(), 2), effects.StartAgent) == [effects.StartAgent(1)]
     (report,) = sent(job.handle(events.AgentEnded(1, 255, ""), 4))
     assert isinstance(report, CannotStart)
+
+
+def test_a_job_that_stops_does_not_wait_for_a_host_that_may_come_back() -> None:
+    job = Scripted(stages=2, agents=remote(1, 1), options={"worker_timeout": 5.0}).running()
+    job.lose(1)
+    job.coordinator(Restart(2, "host b is lost", 2))
+    assert sent(job.lose(1, 255, "ssh: Connection refused")) == []
+    job.handle(Interrupt())
+    assert of(job.handle(events.Ticked(), 1), effects.StartAgent) == [effects.StartAgent(1)]
+    report = sent(job.lose(1, 255, "ssh: Connection refused"))
+    assert report == [CannotStart(1, 2, "host b is lost: ssh: Connection refused", 1)]
 
 
 def test_a_host_that_refuses_connections_at_once_is_given_up_after_that_time() -> None:
