@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeworker.coordinator.loss_scaler import LossScaler
+from pipeworker.errors import UsageError
 from pipeworker.exact_sum import total
 from pipeworker.facts.step import Batch, StepResult
 from pipeworker.plan.placement import Placement
@@ -46,7 +47,11 @@ class Tally:
     _rate: float = 0.0
 
     def add(self, done: Sequence[StepDone], batch: Batch) -> None:
-        """Add a mini-batch that every worker has run; `done` is by rank."""
+        """Add a mini-batch that every worker has run; `done` is by rank.
+
+        Raises:
+            UsageError: some losses of the step have a count, and others have none.
+        """
         placement = self.placement
         # Gradients are those of all replicas, so the first replica has them all.
         first = done[: placement.workers]
@@ -55,7 +60,15 @@ class Tally:
         counts = [count for one in ends for count in one.counts]
         # Left to right, as the plain loop adds: sum() compensates since Python 3.12.
         self._losses += functools.reduce(operator.add, losses, 0.0)
-        self._counted = self._counted or bool(counts)
+        is_first, is_counted = not self.batches, bool(counts)
+        if len(counts) not in (0, len(losses)) or (
+            losses and not is_first and is_counted is not self._counted
+        ):
+            raise UsageError(
+                "loss(output, target) returned a pair (sum, count) for some micro-batches of step "
+                f"{self.step} and a scalar for others; return the same kind for all"
+            )
+        self._counted = self._counted or is_counted
         self._counts += total(counts)
         self._mean_busy += sum(d.busy for d in done) / len(done)
         busy = self.busy or (0.0,) * len(first)

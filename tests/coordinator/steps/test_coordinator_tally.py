@@ -15,7 +15,7 @@ from pipeworker.coordinator.effects import Send
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.steps.tally import Tally
 from pipeworker.coordinator.waiting import State
-from pipeworker.errors import ProtocolError
+from pipeworker.errors import ProtocolError, UsageError
 from pipeworker.exact_sum import partials
 from pipeworker.facts.position import Phase, Position
 from pipeworker.facts.step import Batch, StepResult
@@ -311,3 +311,20 @@ def test_the_learning_rate_is_that_of_the_first_trained_parameter_of_any_replica
     tally = Tally(1, placement, 0.0)
     tally.add(done, Batch(0, 4, 2, 0))
     assert tally.outcome(None, 1.0, None, None)[0].lr == 0.125
+
+
+@pytest.mark.parametrize("counts", [[(2.0,), ()], [(2.0,), (2.0,)], [(), ()]])
+def test_scalars_and_pairs_of_one_step_are_refused(counts: list[tuple[float, ...]]) -> None:
+    """Each replica sees the losses of its own micro-batches alone."""
+    tally = Tally(1, Placement.identity(1, 2), 0.0)
+
+    def add(counts: list[tuple[float, ...]]) -> None:
+        every = enumerate(counts)
+        done = [StepDone(r, 1, (1.0,), one, (), 0.0, 0.1, 0, None) for r, one in every]
+        tally.add(done, Batch(0, 4, 2, 0))
+
+    if counts[0] == counts[1]:
+        add(counts)
+        counts = [() if one else (2.0,) for one in counts]
+    with pytest.raises(UsageError, match=r"for some micro-batches of step 1 and a scalar for"):
+        add(counts)
