@@ -55,9 +55,10 @@ class SavedBuffers:
 
     The very first forward that keeps its graph finds out which these are; most networks have none.
     A small buffer that it only saves is one of them too, because a later forward may change it, as
-    a temperature that falls at times. After each forward the layers continue with copies, and the
-    graph keeps the originals. A tensor in a plain attribute is treated as a buffer. Such tensors
-    stay on the device.
+    a temperature that falls at times; and so is one that it only changes, because a later forward
+    may use it. After each forward the layers continue with copies, and the graph keeps the
+    originals, which get the values of the copies when no graph is left: other code may hold them.
+    A tensor in a plain attribute is treated as a buffer. Such tensors stay on the device.
 
     Whether a parameter changes, or another buffer does later, the second graph of the first
     mini-batch shows, of the second one, the fourth and so on. A batch norm uses what it saves in
@@ -79,6 +80,8 @@ class SavedBuffers:
         }
         """Whether each batch norm was in training in the last forward; those of no slot."""
         self._mini_batches = self._graphs = 0
+        self._replaced: dict[Slot, tuple[torch.Tensor, torch.Tensor]] = {}
+        """The tensors that copies have replaced in this mini-batch, and the last copies."""
 
     @property
     def is_empty(self) -> bool:
@@ -89,6 +92,16 @@ class SavedBuffers:
         """Start a mini-batch: no graph is kept."""
         self._mini_batches += 1
         self._graphs = 0
+        self._replaced = {}
+
+    def end(self) -> None:
+        """End a mini-batch: tensors that copies have replaced are in their places again."""
+        for slot, (original, last) in self._replaced.items():
+            if get_slot(slot) is last and original.shape == last.shape:
+                with torch.no_grad():
+                    original.copy_(last)
+                set_slot(slot, original)
+        self._replaced = {}
 
     def forward(self, mb: MicroBatch) -> AbstractContextManager[None]:
         """Leave to the graph of the forward inside the context what it saves.
@@ -113,7 +126,11 @@ class SavedBuffers:
         self.note_modes(mb)
         copies: Copies = {}
         for slot in self._slots:
-            set_slot(slot, copy_of(get_slot(slot), copies))
+            now = get_slot(slot)
+            original, last = self._replaced.get(slot, (now, now))
+            set_slot(slot, copied := copy_of(now, copies))
+            if isinstance(now, torch.Tensor):  # the layer may have put another one there
+                self._replaced[slot] = (original if now is last else now), copied
         if copies and self._offload is not None:
             self._offload.leave(copies.values())
 
@@ -194,20 +211,30 @@ def _state_of(tensor: torch.Tensor) -> _State:
 
 
 def _saved_and_changing(before: dict[Slot, tuple[torch.Tensor, _State]], output: Any) -> list[Slot]:
-    """Return the slots whose tensors the forward's graph has saved, and which forwards may change.
+    """Return the slots whose tensors forwards may change, and graphs may save.
 
-    These are the tensors that this forward has changed in place, and the small ones. The statistics
-    of a batch norm that did not change are left out: a network has many of them.
+    This forward has changed them in place, or its graph has saved them and they are small. Integers
+    that it has only changed are left out, which are counters, and the statistics of batch norms: a
+    network has many of them.
     """
-    changing = [
-        slot
+    changed: dict[Slot, bool] = {
+        slot: _state_of(value) != state
         for slot, (value, state) in before.items()
-        if get_slot(slot) is value
-        and not value.requires_grad
-        and (is_small(slot, value) or _state_of(value) != state)
-    ]
+        if get_slot(slot) is value and not value.requires_grad
+    }
+    changing = [slot for slot in changed if changed[slot] or is_small(slot, before[slot][0])]
     saved = {*_saved_storages(output)} if changing else ()
-    return [slot for slot in changing if _address(before[slot][0]) in saved]
+    return [
+        slot
+        for slot in changing
+        if _address(before[slot][0]) in saved
+        or (changed[slot] and before[slot][0].is_floating_point() and _is_used(slot[0]))
+    ]
+
+
+def _is_used(module: nn.Module) -> bool:
+    """Return whether a module's graph may save its buffers: that of a batch norm does not."""
+    return not isinstance(module, BatchNorm) or not module.training
 
 
 def _check_unchanged(before: Mapping[str, _Compared], mb: MicroBatch) -> None:

@@ -124,6 +124,7 @@ class Stage:
                 "the schedule has them; call it in the first one, or in model()"
             )
         self.deferred.commit()
+        self._saved.end()
 
     def forward(self, mb: MicroBatch) -> None:
         """Run the layers: sets ``outgoing`` and ``departing``, or the loss on the last stage."""

@@ -154,6 +154,8 @@ class Wiring:
             sender.begin(signature)
         for edge, receiver in self.receivers.items():
             receiver.begin(signature, order.get(edge, ()))
+        for ties in self.ties.values():
+            ties.begin()
 
     def check_sendable(self, value: Any) -> None:
         """Check that a value can pass between stages, if this worker sends any.

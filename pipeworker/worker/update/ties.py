@@ -22,7 +22,7 @@ from pipeworker.errors import UsageError
 from pipeworker.facts.connections import Tie
 from pipeworker.facts.layer_names import layer_of, numbered, split_numbered
 from pipeworker.job.file import Entry
-from pipeworker.worker.internals import move_hooks
+from pipeworker.worker.internals import move_hooks, version_of
 from pipeworker.worker.stage.cut.units import computed_attributes
 from pipeworker.worker.stage.values import is_dense
 from pipeworker.worker.transport.channel import Receiver, Sender
@@ -111,11 +111,16 @@ def _alias(parameter: nn.Parameter) -> nn.Parameter:
 
 @dataclass(slots=True)
 class _Group:
-    """A tie on one stage: the stage's own parameters by place, and the sum of all gradients."""
+    """A tie on one stage: the stage's own parameters by place, and the sum of all gradients.
+
+    `wanted_grad` and `versions` are those of the parameters as the mini-batch began.
+    """
 
     tie: Tie
     own: dict[int, nn.Parameter]
     total: torch.Tensor | None = None
+    wanted_grad: bool = False
+    versions: list[int] = field(default_factory=list)
 
     @property
     def owner(self) -> nn.Parameter:
@@ -190,6 +195,35 @@ class Ties:
         """The other stages that have places of the stage's tied weights."""
         return {stage for tie in self.ties for stage in tie.stages if stage != self.stage}
 
+    def begin(self) -> None:
+        """Begin a mini-batch, which may change no tied weight."""
+        for group in self._groups:
+            group.wanted_grad = group.owner.requires_grad
+            group.versions = [*map(version_of, group.own.values())]
+
+    def check(self) -> None:
+        """Reject a change of a tied weight by a forward or a backward, at a place alone.
+
+        Raises:
+            UsageError: other places were not changed.
+        """
+        for group in self._groups:
+            name, own = group.tie.names[0], group.own.values()
+            is_apart = len({*group.tie.stages}) > 1
+            wanted = {parameter.requires_grad for parameter in own}
+            if len(wanted) > 1 or (is_apart and wanted != {group.wanted_grad}):
+                raise UsageError(
+                    f"tied: requires_grad of {name} was changed within a step at one of its "
+                    f"places, {', '.join(group.tie.names)}, each of which is a parameter of its "
+                    "own; change it in before_update() or in model()"
+                )
+            if is_apart and group.versions != [*map(version_of, own)]:
+                raise UsageError(
+                    f"tied: {name} was changed in place within a step, as by "
+                    "nn.Embedding(max_norm=...), and other stages have copies of it; change it in "
+                    "the optimizer's step(), or have its layers on one stage (--balance)"
+                )
+
     def outgoing(self, peer: int) -> list[torch.Tensor | None]:
         """Return the gradients of this stage's places that another stage needs."""
         return [
@@ -219,6 +253,7 @@ class Ties:
 
         `local` has the ties of this worker's stages.
         """
+        self.check()
         received = {peer: gradients for peer, (_, gradients) in self._received.items()}
         for peer in self.peers - received.keys():
             received[peer] = local[peer].outgoing(self.stage)
@@ -248,6 +283,19 @@ class Ties:
             if parameter is group.owner:
                 return group.total
         return parameter.grad
+
+    def share(self) -> None:
+        """Have places on one stage be one parameter again: an update may change the first alone.
+
+        ``owner.data = ...`` ends that they share their memory.
+        """
+        for group in self._groups:
+            owner = group.owner
+            for parameter in group.own.values():
+                if parameter.data_ptr() != owner.data_ptr():
+                    parameter.data = owner.data
+                if owner.requires_grad is not group.wanted_grad:
+                    parameter.requires_grad_(owner.requires_grad)
 
     def set_gradients(self) -> None:
         """Set ``grad`` of each updated parameter to the sum over all places."""

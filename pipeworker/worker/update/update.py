@@ -166,6 +166,8 @@ class Updater:
                 self.optimizers.step()
                 if before is not None:
                     self.draws = rng.have_drawn(before, self._stream.states())
+            if self._ties is not None:
+                self._ties.share()
         if update.epoch_ended or not self._by_epoch:
             self.optimizers.step_schedulers()
         self.clear()
