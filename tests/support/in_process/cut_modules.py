@@ -26,7 +26,7 @@ def mse(output: Any, target: torch.Tensor) -> Any:
 
 
 def sample_of(batch: Any) -> Any:
-    return torch.utils._pytree.tree_map(lambda t: t[:2], batch[0])
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t[:2], batch[0])
 
 
 def cut(module: nn.Module, batch: Any) -> tuple[CutPlan, list[nn.Module]]:

@@ -56,6 +56,14 @@ def reads_metadata(func: Any) -> bool:
     return name in _METADATA
 
 
+def may_draw(name: str) -> bool:
+    """Return whether a function of torch, by its name, draws random numbers if its rate is not 0.
+
+    The rate may be one of the input, and be 0 when a plan is made.
+    """
+    return "dropout" in name or name in ("rrelu", "rrelu_", "scaled_dot_product_attention")
+
+
 def clear_new(func: Any, made: Any) -> None:
     """Set what a function of torch leaves as the memory was to 0, so that runs can be compared."""
     if name_of(func) in _EMPTY and isinstance(made, torch.Tensor) and not is_fake(made):

@@ -25,7 +25,7 @@ import msgpack
 import torch
 
 from pipeworker.errors import UsageError
-from pipeworker.worker.internals import is_fake, suspended, without_fake_modes
+from pipeworker.worker.internals import is_fake, suspended, version_of, without_fake_modes
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.cut.calls import (
     Counting,
@@ -120,6 +120,8 @@ class Forward:
         self._unneeded: set[int] = set()
         """The ids of stand-ins for tensors of the input, of which only shapes are needed here."""
         self._arrived: dict[Number, torch.Tensor] = {}
+        self._versions: dict[Number, int] = {}
+        """The versions of the tensors of the input as they arrived."""
         self._present: dict[int, torch.Tensor] = {}
         """The arrived tensors, by the ids of their stand-ins."""
         self._made: dict[Number, torch.Tensor] = {}
@@ -135,7 +137,7 @@ class Forward:
             leaves, structure = flatten(value, self._types)
             self._input = structure, descriptions(leaves, "the input")
             for place, tensor in enumerate(t for t in leaves if isinstance(t, torch.Tensor)):
-                self._arrived[INPUT, place] = tensor
+                self._arrive((INPUT, place), tensor)
             return self._untouched(leaves, structure) if self._plan.touched else value
         packed, *tensors = value
         structure, described, *self._described = msgpack.unpackb(packed, use_list=False)
@@ -143,10 +145,15 @@ class Forward:
         tensors = iter(tensors)
         for number, source, target in self._plan.crossing(self.first):
             if source == self.first - 1 and target == self.first:
-                self._arrived[number] = next(tensors)
+                self._arrive(number, next(tensors))
             elif target < self.stop:
-                self._arrived[number] = pop(skip_name(number, target))
+                self._arrive(number, pop(skip_name(number, target)))
         return self._untouched(self._leaves(INPUT, described), structure)
+
+    def _arrive(self, number: Number, tensor: torch.Tensor) -> None:
+        self._arrived[number] = tensor
+        if number[0] == INPUT:
+            self._versions[number] = version_of(tensor)
 
     def _untouched(self, leaves: list[Any], structure: Any) -> Any:
         """Return the module's input; what its forward changes is a copy.
@@ -173,6 +180,10 @@ class Forward:
             if tensor is None:
                 lacking = "its input" if number[0] == INPUT else self._plan.units[number[0]]
                 reason = f"{lacking} lacks a tensor that later layers need"
+                raise self._elsewhere(reason, in_forward=False)
+            if self._versions.get(number, -1) not in (-1, version_of(tensor)):
+                # Later stages would repeat the change.
+                reason = "it changes a tensor of its input in place, and did not then"
                 raise self._elsewhere(reason, in_forward=False)
             if target == self.stop and source == self.stop - 1:
                 tensors.append(tensor)
@@ -303,7 +314,8 @@ class Forward:
                     self._present[key] = self._arrived[number]
                 continue
             known = self._numbers.get(key) == number or tensor is self._arrived.get(number)
-            if (count, place) in self._plan.apart and not known:
+            is_apart = (count, place) in self._plan.apart and not known
+            if is_apart and self._count == self._plan.counts[self._layer]:
                 unit = self._plan.units[self._layer]
                 raise self._elsewhere(
                     f"{unit} returns a new tensor, and returned then what it was called with, "
@@ -315,6 +327,8 @@ class Forward:
                 before = self._made.get(number, self._arrived.get(number, tensor))
                 if before.dtype is not tensor.dtype:
                     raise self._elsewhere("a cast makes a tensor, and returned its argument then")
+                if is_apart and not torch.equal(before, tensor):
+                    raise self._elsewhere("a call makes a tensor, and returned its argument then")
                 self._made[number] = tensor
 
     def _keep(self, tensor: torch.Tensor, number: Number) -> None:

@@ -22,8 +22,10 @@ from pipeworker.worker.stage.cut.common import CommonVariables, States
 from pipeworker.worker.stage.cut.containers import held_by, restore
 from pipeworker.worker.stage.cut.inner_hooks import hooked_in
 from pipeworker.worker.stage.cut.objects import bytes_of, held_within, is_same
+from pipeworker.worker.stage.cut.plan import CutPlan
 from pipeworker.worker.stage.cut.shapes import HollowUnit
 from pipeworker.worker.stage.cut.trace import Call, Recording
+from pipeworker.worker.transport.structure import PLAIN_TYPES
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 """The attributes in which each module keeps its parameters, buffers, modules and hooks; and the one
@@ -112,6 +114,46 @@ class Isolation:
                 "or cut the model by hand, as a list of layers"
             )
         self.note_call(name, unit.unit, common.states())
+
+
+class UnitAttributes:
+    """The attributes of hollow units: what a forward sets there, the layers' own units do not see.
+
+    A plan shows most such changes. This class finds, behind each forward, those that depend on the
+    input; it does not look into the objects that attributes hold.
+    """
+
+    def __init__(self, units: Mapping[str, nn.Module]) -> None:
+        self._found = [
+            (unit, folder, vars(module), {**vars(module)})
+            for unit, one in units.items()
+            for folder, module in one.named_modules(prefix=unit)
+        ]
+
+    def note_modes(self) -> None:
+        """Note which modules are in training now."""
+        for _, _, now, before in self._found:
+            before["training"] = now["training"]
+
+    def changed(self) -> Iterator[tuple[str, str]]:
+        """Yield the name of each unit and the path of an attribute of it that has changed."""
+        for unit, folder, now, before in self._found:
+            for key in before if len(now) == len(before) else {**before, **now}:
+                value, old = now.get(key), before.get(key)
+                is_same = value is old or (type(value) in PLAIN_TYPES and value == old)
+                if not is_same and key not in _OF_TORCH:
+                    yield unit, f"{folder}.{key}"
+
+    def check(self, plan: CutPlan) -> None:
+        """Reject a change of an attribute that the forward left alone when the plan was made."""
+        for unit, path in self.changed():
+            if path not in plan.attributes:
+                raise UsageError(
+                    f"layer {plan.units.index(unit)} ({unit}): the model's forward or another "
+                    f"layer sets {path!r}, and did not when it was cut, and each stage has a "
+                    "module of its own; pass the value as an argument, or cut the model by hand, "
+                    "as a list of layers"
+                )
 
 
 class Departures:

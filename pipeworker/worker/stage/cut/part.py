@@ -17,7 +17,7 @@ from pipeworker.worker.stage.cut.common import CommonVariables
 from pipeworker.worker.stage.cut.forward import Enter, Forward, Leave, StandIns
 from pipeworker.worker.stage.cut.guards import OuterBuffers, changes_buffer
 from pipeworker.worker.stage.cut.inner_hooks import forget_library_hooks
-from pipeworker.worker.stage.cut.isolation import Isolation, held_by_modules
+from pipeworker.worker.stage.cut.isolation import Isolation, UnitAttributes, held_by_modules
 from pipeworker.worker.stage.cut.plan import CutPlan
 from pipeworker.worker.stage.cut.planning import Planning
 from pipeworker.worker.stage.cut.rehearsal import AGAIN, ELSEWHERE, RETURNED, Rehearsal, departed
@@ -58,8 +58,9 @@ class Cut:
         self.switched_off: list[str] = []
         self._run: Any = None
         self._stand_ins: StandIns = {}
-        units = _intercept(self.module, self._unit).values()
-        self._outer = OuterBuffers(self.module, (one.unit for one in units))
+        units = {n: one.unit for n, one in _intercept(self.module, self._unit).items()}
+        self._outer = OuterBuffers(self.module, units.values())
+        self._attributes = UnitAttributes(units)
 
     def _unit(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return self._run.call(name, *args, **kwargs)
@@ -88,6 +89,7 @@ class Cut:
         try:
             found = self._run.run(self.module, value)
             self._outer.check(self.plan.overwritten)
+            self._attributes.check(self.plan)
             return found
         finally:
             self._run = outer
@@ -98,6 +100,7 @@ class Cut:
             self._is_training = is_training
             for module, mode in self._modes:
                 module.training = mode and is_training
+            self._attributes.note_modes()
 
     def parts_of(self, module: nn.Module) -> dict[str, nn.Module]:
         """Return the layers by name, which own the units and parameters of a whole module."""
@@ -169,6 +172,7 @@ def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
         for stop in (layer + 1, None):
             rehearse(copied, units, departed(plan.units[layer]), isolation, stop)
     common.restore()
+    planning.note_attributes()
     return plan
 
 

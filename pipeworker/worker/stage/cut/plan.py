@@ -33,16 +33,17 @@ class CutPlan:
             containers that it was called with.
         users: by value, the layer that makes it and those that use it, ascending.
         same: a value that was the same tensor as an earlier one, by its number.
-        apart: those of them that a unit returned while what it was called with is used again.
+        apart: those of them that a call returned while what it was called with is used again.
         changed: by count, the arguments of a call that it changed although they did not depend on
             parameters before: their places among the call's tensors.
         parameters: names of parameters used outside of units, and the layers that use them.
         hooked: for each layer, the modules within its unit whose outputs a hook gets that the
             forward itself has added, in order.
         touched: the places of those tensors of the input that the forward changes.
-        random: counts of the calls that draw random numbers.
+        random: counts of the calls that draw random numbers, or may do so in a later forward.
         overwritten: names of buffers outside of units that each forward overwrites before it uses
             them, so that no forward depends on an earlier one.
+        attributes: paths of the attributes of units that are set without an effect on these.
         types: names of the classes that numbers in the structures stand for.
     """
 
@@ -59,6 +60,7 @@ class CutPlan:
     touched: list[int] = field(default_factory=list)
     random: set[int] = field(default_factory=set)
     overwritten: list[str] = field(default_factory=list)
+    attributes: set[str] = field(default_factory=set)
     types: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:

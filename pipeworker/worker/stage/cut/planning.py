@@ -37,6 +37,7 @@ from pipeworker.worker.stage.cut.calls import (
     leaves_of,
     line_of_error,
     line_of_the_user,
+    may_draw,
     name_of,
     numbers_of,
     reads_metadata,
@@ -47,7 +48,7 @@ from pipeworker.worker.stage.cut.common import CommonVariables
 from pipeworker.worker.stage.cut.containers import Contents, effects_since, held_by, restore
 from pipeworker.worker.stage.cut.guards import Guards, OuterBuffers, refused
 from pipeworker.worker.stage.cut.inner_hooks import Outputs, call_hooks, hooked_in
-from pipeworker.worker.stage.cut.isolation import Departures, Isolation
+from pipeworker.worker.stage.cut.isolation import Departures, Isolation, UnitAttributes
 from pipeworker.worker.stage.cut.plan import INPUT, CutPlan, Number
 from pipeworker.worker.stage.cut.shapes import HollowUnit
 from pipeworker.worker.stage.cut.trace import Call, Recording, Trace, is_object
@@ -89,7 +90,7 @@ class Planning:
         self._used: dict[Number, set[int]] = {}
         self._named: dict[str, set[int]] = {}
         self._passed: dict[int, list[Number]] = {}
-        """By the id of each tensor that units returned as they were given it, what they made."""
+        """By the id of each tensor that was returned as it was given, what was made of it."""
         self._input: dict[int, int] = {}
         self._input_until: dict[int, int] = {}
         self._everywhere: set[int] = set()
@@ -109,6 +110,7 @@ class Planning:
         self._units, self.isolation = units, isolation
         own = [one.unit for one in units.values()]
         self._parameters_of = {n: [*map(id, u.unit.parameters())] for n, u in units.items()}
+        self._attributes = UnitAttributes({name: one.unit for name, one in units.items()})
         self._guards = Guards(module, own, self._here)
         self._outer = OuterBuffers(module, own)
         self._unused = self._outer.unsaved(self._parameters)
@@ -180,6 +182,10 @@ class Planning:
         self._check_views()
         self._outer.check(plan.overwritten, lambda buffer: id(buffer) in self._numbers)
         return plan
+
+    def note_attributes(self) -> None:
+        """Note the attributes of units that are set, and have no effect on the units."""
+        self.plan.attributes.update(path for _, path in self._attributes.changed())
 
     def _here(self) -> tuple[int, str]:
         """Return the layer that the forward is in, and what messages call it."""
@@ -265,7 +271,7 @@ class Planning:
         changes = {id(t) for t, was in zip(tensors, before, strict=True) if version_of(t) != was}
         known = [t for t in tainted if id(t) in self._numbers or id(t) in changes]
         self._guards.check_changed(name, written, known)
-        if draws:
+        if draws or may_draw(name):
             self.plan.random.add(self._count)
         elif not (
             changed is not None
@@ -280,9 +286,11 @@ class Planning:
         for tensor, version in zip(tensors, before, strict=True):
             if version_of(tensor) != version and tensor is not changed:
                 self._note_change(tensor)
-        if made := tensors_of(out):
+        made = tensors_of(out)
+        passed = {} if changed is not None else self._aliases(made)
+        if made:
             self._number(made)
-        return out
+        return replace_tensors(out, passed)
 
     def _depends(self, tensors: Sequence[torch.Tensor]) -> bool:
         return any(id(t) in self._numbers or id(t) in self._parameters for t in tensors)
@@ -415,9 +423,9 @@ class Planning:
         return replace_tensors(out, passed)
 
     def _aliases(self, returned: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return, by id, aliases of what a unit returns as it was given it.
+        """Return, by id, aliases of what a unit or a function of torch returns as it was given it.
 
-        They show whether the forward uses what the unit returned, or what it was called with.
+        They show whether the forward uses what was returned, or what was given.
         """
         aliases: dict[int, torch.Tensor] = {}
         for place, tensor in enumerate(returned):
@@ -441,6 +449,7 @@ class Planning:
             with suppress(Exception), self.common.unchanged():  # it needs what others set
                 expected = self.isolation.calls_of_fresh(name, args, kwargs)
             restore(held)
+            self.note_attributes()
         place = len(self.trace.calls) - 1
         with recording if is_suspect or gets_object else nullcontext(), self.common.noting():
             made = unit.call(args, kwargs, held, hooked)
