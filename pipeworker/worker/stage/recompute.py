@@ -28,6 +28,8 @@ _state = threading.local()
 _get = partial(get_slot, absent=ABSENT)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """The attributes that torch itself gives a module."""
+_PLAIN = (bool, int, float, str, tuple, torch.device, torch.dtype)
+"""The classes of values that a module keeps beside a tensor, as the length of a cached table."""
 
 
 def is_recomputing() -> bool:
@@ -47,8 +49,9 @@ class Buffers:
     kept, because a forward may begin to change it later.
 
     Tensors in plain attributes, as a cache or what a layer keeps for its next forward, are treated
-    as buffers, also those that a later forward is the first to assign. A parameter in an attribute
-    is that of another module: optimizers change it, and forwards do not.
+    as buffers, also those that a later forward is the first to assign. So are the numbers that a
+    module has beside them, because they may decide whether a forward makes a cached tensor again. A
+    parameter in an attribute is that of another module: optimizers change it, and forwards do not.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -100,6 +103,7 @@ class Buffers:
             ]
             # A buffer that was None now exists, and is hardly ever created again.
             self._changing = [slot for slot, value in mb.buffers_before if value is not None]
+            new += self._plain_values(attributes, {slot[0] for slot, _ in mb.buffers_before + new})
             mb.buffers_before += new
             self._changing += [slot for slot, _ in new]
             copies = {}
@@ -186,6 +190,18 @@ class Buffers:
                     continue
                 found.append(((module, name), copy))
         return found
+
+    def _plain_values(
+        self, before: dict[Slot, tuple[Any, Any]], modules: Collection[nn.Module]
+    ) -> list[tuple[Slot, Any]]:
+        """Return the plain values of modules, as they were before the very first forward."""
+        return [
+            ((module, name), before.get((module, name), (ABSENT,))[0])
+            for module in modules
+            if not isinstance(module, BatchNorm)
+            for name in vars(module).keys() - _OF_EVERY_MODULE
+            if isinstance(vars(module)[name], _PLAIN)
+        ]
 
     def _new_buffers(self) -> list[tuple[Slot, Any]]:
         """Return the buffers that the very first forward has registered, as absent before it."""

@@ -71,6 +71,50 @@ class Caching(nn.Module):
         return float(self.last.sum())
 
 
+class KeyedTable(nn.Module):
+    """Makes a table again when another length is asked for, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length: int | None = None
+        self.table: torch.Tensor | None = None
+
+    def forward(self, length: float) -> float:
+        if self.length != int(length):
+            self.length = int(length)
+            self.table = torch.arange(length)
+        assert self.table is not None
+        return float(self.table.sum())
+
+
+class GrowingTable(KeyedTable):
+    """Has a first table from the start, and makes longer ones alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length, self.table = 2, torch.arange(2.0)
+
+    def forward(self, length: float) -> float:
+        assert self.length is not None
+        assert self.table is not None
+        if length > self.length:
+            super().forward(length)
+        return float(self.table[: int(length)].sum())
+
+
+@pytest.mark.parametrize("kind", [KeyedTable, GrowingTable])
+@pytest.mark.parametrize("lengths", [(3.0, 3.0), (2.0, 2.0, 5.0, 4.0), (4.0, 2.0, 4.0)])
+def test_a_table_and_its_length_are_as_in_the_first_forward(
+    kind: type[nn.Module], lengths: tuple[float, ...]
+) -> None:
+    layer = kind()
+    buffers = Buffers([nn.Sequential(nn.ReLU(), layer)])
+    for at in range(3):
+        now = [length + at for length in lengths]
+        first, second = run_twice(layer, buffers, now)
+        assert first == second == [sum(range(int(length))) for length in now]
+
+
 @pytest.mark.parametrize("kind", [Remembering, Adding, Caching])
 def test_tensors_in_attributes_are_as_in_the_first_forward(kind: type[nn.Module]) -> None:
     layer, plain = kind(), kind()
