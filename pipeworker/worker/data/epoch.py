@@ -50,7 +50,7 @@ from pipeworker.worker.data.generators import (
     restore_states,
     restore_stream,
 )
-from pipeworker.worker.data.loader import AdvancedLoader, is_map_style
+from pipeworker.worker.data.loader import AdvancedLoader, end_processes, is_map_style
 from pipeworker.worker.data.reread import Reread
 from pipeworker.worker.stage import rng
 
@@ -178,6 +178,7 @@ class Epoch:
             self._by_number = by_number and not self.stateful and start is None
             self._takes_start = start is not None and not self.stateful
         if position:
+            end_processes(source)  # a global loader was iterated over by a peek
             self._begin(position if skips else {})
         if "source" in position:
             restore_states(self._loader_generators, position["drawn"])

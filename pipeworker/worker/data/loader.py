@@ -50,6 +50,12 @@ def is_map_style(source: Any) -> bool:
     )
 
 
+def end_processes(source: Any) -> None:
+    """End the processes that a loader keeps from an earlier iteration; they have drawn numbers."""
+    if isinstance(source, DataLoader):
+        source._iterator = None
+
+
 class AdvancedLoader:
     """An iteration over a map-style loader, the first mini-batches of which are not loaded.
 

@@ -276,6 +276,23 @@ def test_processes_that_persist_continue_their_streams_and_order(at: int) -> Non
     check(another, expected[4:])
 
 
+@pytest.mark.parametrize("at", [1, LENGTH + 2])
+def test_processes_that_persist_are_replaced_on_resume(at: int) -> None:
+    """A new worker reads the first mini-batch of a loader of the job file before it resumes."""
+
+    def make() -> Any:
+        return loader(shuffle=True, num_workers=1, persistent_workers=True)
+
+    uncut = reader(make)
+    read(uncut, at)
+    position = round_trip(uncut.position(prefetched=False))
+    expected = read(uncut, 3)
+    again = reader(make)
+    again.peek()
+    again.restore(position)
+    check(again, expected)
+
+
 AGAIN: dict[str, Callable[[], Any]] = {
     "a sampler and items draw alternately": lambda: loader(sampler=Lazy()),
     "a sampler draws again while items draw": lambda: loader(sampler=Chunks()),
