@@ -320,7 +320,11 @@ class Epoch:
             progress.show(number + 1)
 
     def rewind(self) -> None:
-        """Restore the user's own generators to their states at the beginning of the epoch."""
+        """Restore the user's own generators to their states at the beginning of the epoch.
+
+        Processes of a loader that persist have states of their own, and end.
+        """
+        end_processes(self._source)
         restore_states(self._all_generators, self._began)
 
     def position(self, before_last: bool) -> dict[str, Any]:

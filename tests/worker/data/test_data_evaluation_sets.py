@@ -60,6 +60,21 @@ def test_each_set_is_read_as_if_it_were_the_only_one() -> None:
     assert [name for name, _ in alone] == ["", ""]
 
 
+class Noise(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(1) + index, torch.ones(1)
+
+
+def test_a_pass_with_processes_that_persist_is_like_the_one_before() -> None:
+    options: dict[str, Any] = {"shuffle": True, "num_workers": 1, "persistent_workers": True}
+    loader = torch.utils.data.DataLoader(Noise(), 2, **options)
+    first, second = read(loader), read(lambda: loader)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(first, second, strict=True))
+
+
 @pytest.mark.parametrize("evaluation", [one, both, {"val": one, "test": three}])
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 def test_a_pass_that_ends_early_leaves_the_users_generators_as_they_were(
