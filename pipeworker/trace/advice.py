@@ -38,7 +38,8 @@ def measured_facts(
     """Return the facts of a network whose stages take what was measured.
 
     Within a stage the layers share its seconds as they do by `facts`; evenly without facts, and the
-    gradient of the input then takes half of a backward that was not split.
+    gradient of the input then takes half of a backward that was not split. What was not measured
+    stays as it is in `facts`, or is 0 if these are counts of operations, which are no seconds.
     """
     layers: list[LayerFacts] = []
     if facts is None or len(facts.layers) != ranges[-1][1]:
@@ -56,16 +57,18 @@ def measured_facts(
         return NetworkFacts(tuple(layers))
     workers = 1 + max(owners)
     known, speeds = LayerCosts(facts), for_workers(facts, workers).speeds or (1.0,) * workers
+    unmeasured = 1.0 if facts.measured else 0.0
     for stage, (first, stop) in enumerate(ranges):
         predicted = known.seconds((first, stop), speeds[owners[stage]])
-        forward = _ratio(costs.forward[stage], predicted.forward)
-        backward = _ratio(costs.backward[stage], predicted.backward)
+        forward = _ratio(costs.forward[stage], predicted.forward, unmeasured)
+        backward = _ratio(costs.backward[stage], predicted.backward, unmeasured)
         layers += [
             replace(
                 layer,
                 forward=layer.forward * forward,
                 backward=layer.backward * backward,
                 backward_input=layer.backward_input * backward,
+                update=layer.update * unmeasured,
             )
             for layer in facts.layers[first:stop]
         ]
@@ -73,8 +76,8 @@ def measured_facts(
     return replace(facts, layers=tuple(layers), loss=loss)
 
 
-def _ratio(measured: float, predicted: float) -> float:
-    return measured / predicted if measured > 0 and predicted > 0 else 1.0
+def _ratio(measured: float, predicted: float, unmeasured: float) -> float:
+    return measured / predicted if measured > 0 and predicted > 0 else unmeasured
 
 
 def advise(

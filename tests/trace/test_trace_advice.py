@@ -186,6 +186,15 @@ def test_what_was_not_measured_or_predicted_stays_as_it_is() -> None:
     assert [(layer.forward, layer.backward) for layer in found.layers] == [(1.0, 0.0), (4.0, 0.0)]
 
 
+def test_counted_operations_are_not_taken_for_seconds() -> None:
+    layers = tuple(LayerFacts("", forward=768, backward=1536, update=each) for each in (4e3, 1e3))
+    counted = NetworkFacts(layers, measured=False)
+    costs = Costs((3.0, 1.0), (0.0, 2.0), (0.0, 0.0))
+    found = measured_facts(counted, ranges((1, 1)), (0, 1), costs)
+    times = [(layer.forward, layer.backward, layer.update) for layer in found.layers]
+    assert times == [(3.0, 0.0, 0.0), (1.0, 2.0, 0.0)]
+
+
 def test_facts_of_another_number_of_layers_are_not_used() -> None:
     others = NetworkFacts((LayerFacts("", forward=9.0, backward=1.0),) * 2)
     costs = Costs((2.0, 2.0), (6.0, 4.0), (0.0, 1.0))
