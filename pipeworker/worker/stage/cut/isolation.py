@@ -11,6 +11,7 @@ run of the forward checks what has changed since the unit's own last call.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from operator import is_
 from typing import Any
 
 import torch
@@ -125,20 +126,23 @@ class UnitAttributes:
 
     def __init__(self, units: Mapping[str, nn.Module]) -> None:
         self._found = [
-            (unit, folder, vars(module), {**vars(module)})
+            (unit, folder, vars(module), [*vars(module).values()], [*vars(module)])
             for unit, one in units.items()
             for folder, module in one.named_modules(prefix=unit)
         ]
 
     def note_modes(self) -> None:
         """Note which modules are in training now."""
-        for _, _, now, before in self._found:
-            before["training"] = now["training"]
+        for _, _, now, values, keys in self._found:
+            values[keys.index("training")] = now["training"]
 
     def changed(self) -> Iterator[tuple[str, str]]:
         """Yield the name of each unit and the path of an attribute of it that has changed."""
-        for unit, folder, now, before in self._found:
-            for key in before if len(now) == len(before) else {**before, **now}:
+        for unit, folder, now, values, keys in self._found:
+            if len(now) == len(values) and all(map(is_, now.values(), values)):  # fast, and usual
+                continue
+            before = dict(zip(keys, values, strict=True))
+            for key in {**before, **now}:
                 value, old = now.get(key), before.get(key)
                 is_same = value is old or (type(value) in PLAIN_TYPES and value == old)
                 if not is_same and key not in _OF_TORCH:
