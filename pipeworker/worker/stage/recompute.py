@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -55,7 +55,8 @@ class Buffers:
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._modules = [*nn.ModuleList(layers).modules()]  # each once
+        self._layers = layers
+        self._modules = self._all_modules()
         self._slots: list[Slot] = []
         self._changing: list[Slot] | None = None
         self._unchanged: dict[Slot, _Copied] = {}
@@ -66,6 +67,9 @@ class Buffers:
         self._empty: list[tuple[Slot, dict[str, Any], Any]] = []
         """The attributes that are None or 0, all attributes of their modules, and the values."""
         self._waiting = 0
+
+    def _all_modules(self) -> list[nn.Module]:
+        return [*nn.ModuleList(self._layers).modules()]  # each once
 
     def begin(self) -> None:
         """Start a mini-batch: no forward waits for its recompute."""
@@ -83,6 +87,7 @@ class Buffers:
             self._changing += [slot for slot, _ in self._appeared()]
         slots, attributes = self._changing, {}
         if slots is None:
+            self._modules = self._all_modules()
             # A module of torch.jit.script has no dict to iterate over.
             slots = [(m, name) for m in self._modules for name, _ in buffers_of(m).items()]
             self._slots, attributes = slots, self._attributes(copies)
@@ -90,6 +95,8 @@ class Buffers:
         yield
         if self._changing is None:
             new = [*self._new_attributes(attributes), *self._new_buffers()]
+            known, self._modules = {*self._modules}, self._all_modules()
+            new += self._of_new(module for module in self._modules if module not in known)
             # By value: batch norm changes its statistics without a trace in their version. All of
             # them, because the mean of zeros is the first one again.
             changed = {slot for slot, value in mb.buffers_before if not is_same(_get(slot), value)}
@@ -139,9 +146,30 @@ class Buffers:
                     self._empty.append((slot, attributes, value))
                 elif is_state and slot not in changing:
                     self._unchanged[slot] = _Copied(slot, copy_of(value, copies))
+        self._watch_new(self._modules)
+
+    def _watch_new(self, modules: Sequence[nn.Module]) -> None:
+        """Note the buffers and modules within modules, to which a forward may add others."""
+        both = [(m, held) for m in modules for held in (buffers_of(m), vars(m).get("_modules"))]
+        self._known += [(m, held, {*held}) for m, held in both if isinstance(held, dict)]
+
+    def _of_new(self, modules: Iterable[nn.Module]) -> list[tuple[Slot, Any]]:
+        """Return the buffers of modules that a forward has made, with copies of them.
+
+        A recompute finds these modules, and must not change their buffers again.
+        """
+        return [
+            ((module, name), copy_of(value, {}))
+            for module in modules
+            for name, value in buffers_of(module).items()
+        ]
 
     def _appeared(self) -> list[tuple[Slot, Any]]:
-        """Return the attributes that are tensors by now, and what they were: empty or absent."""
+        """Return the attributes and buffers that are tensors by now, and what they were.
+
+        They were empty or absent. Those of a module that a forward has made are returned as copies.
+        """
+        made: list[nn.Module] = []
         found = [
             (slot, value)
             for slot, attributes, value in self._empty
@@ -159,6 +187,12 @@ class Buffers:
                     for name in new
                     if isinstance(attributes[name], torch.Tensor)
                 ]
+                modules = [attributes[name] for name in new]
+                made += [one for one in modules if isinstance(one, nn.Module)]
+        if made:
+            new_modules = [*dict.fromkeys(one for module in made for one in module.modules())]
+            self._watch_new(new_modules)
+            found += self._of_new(new_modules)
         return found
 
     def _attributes(self, copies: Copies) -> dict[Slot, tuple[Any, Any]]:
@@ -240,7 +274,7 @@ class Buffers:
         for slot, value in self._until.items():
             if slot not in before:
                 before[slot] = value if value is ABSENT else copy_of(value, copies)
-        after = [(slot, _get(slot)) for slot in before]
+        after = [(slot, _get(slot), slot[1] in buffers_of(slot[0])) for slot in before]
         for slot, value in before.items():
             set_slot(slot, value)
         _state.recomputing = True
@@ -248,8 +282,8 @@ class Buffers:
             yield
         finally:
             _state.recomputing = False
-            for slot, value in after:
-                set_slot(slot, value)
+            for slot, value, is_buffer in after:
+                set_slot(slot, value, is_buffer=is_buffer)
 
 
 class _Copied:

@@ -26,13 +26,16 @@ def get_slot(slot: Slot, absent: object = None) -> Any:
     return buffers[name] if name in buffers else vars(module).get(name, absent)
 
 
-def set_slot(slot: Slot, value: Any) -> None:
-    """Put a value into a slot; ``ABSENT`` removes the buffer or the attribute."""
+def set_slot(slot: Slot, value: Any, *, is_buffer: bool = False) -> None:
+    """Put a value into a slot; ``ABSENT`` removes the buffer or the attribute.
+
+    With `is_buffer` it is a buffer, also if that was removed.
+    """
     module, name = slot
     if value is ABSENT:
         buffers_of(module).pop(name, None)
         vars(module).pop(name, None)
-    elif name in buffers_of(module):
+    elif is_buffer or name in buffers_of(module):
         buffers_of(module)[name] = value
     else:
         vars(module)[name] = value

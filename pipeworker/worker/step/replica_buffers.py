@@ -27,7 +27,6 @@ class ReplicaBuffers:
     def __init__(self, stage: int, layers: nn.Module) -> None:
         self._stage = stage
         self._layers = layers
-        self._modules = [*layers.modules()]  # each once
         slots = [slot for slot, buffer in self._found() if buffer is not None]
         self._small = [slot for slot in slots if _get(slot).nbytes <= _SMALL]
         self._large = [slot for slot in slots if _get(slot).nbytes > _SMALL]
@@ -44,7 +43,7 @@ class ReplicaBuffers:
         return self._is_needed
 
     def _found(self) -> Iterator[tuple[Slot, torch.Tensor | None]]:
-        for module in self._modules:
+        for module in self._layers.modules():  # a forward may make some
             for name, buffer in buffers_of(module).items():
                 yield (module, name), buffer
 

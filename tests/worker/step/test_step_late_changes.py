@@ -63,6 +63,55 @@ def test_a_graph_may_begin_to_save_a_buffer_that_forwards_change(
     assert_equal(pipeline.train(4), expected)
 
 
+class MakesANorm(nn.Linear):
+    """Makes a batch norm in a forward."""
+
+    forwards: torch.Tensor
+    norm: nn.Module | None
+
+    def __init__(self, first: int) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.first, self.norm = first, None
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        x = super().forward(x)
+        if self.forwards >= self.first:
+            self.norm = self.norm or nn.BatchNorm1d(WIDTH, affine=False)
+            x = self.norm(x)
+        return x
+
+
+class RegistersABuffer(MakesANorm):
+    """Registers a buffer in a forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        if self.forwards == self.first:
+            self.register_buffer("late", torch.full((WIDTH,), 0.25))
+        x = nn.Linear.forward(self, x)
+        if self.forwards >= self.first:
+            x = x + self.get_buffer("late")
+            self.get_buffer("late").mul_(0.8)
+        return x
+
+
+@pytest.mark.parametrize("mode", ["always", "except_first"])
+@pytest.mark.parametrize("layer", [MakesANorm(1), MakesANorm(4), RegistersABuffer(4)])
+def test_a_recompute_leaves_alone_what_a_forward_has_made(layer: nn.Module, mode: str) -> None:
+    batches, layers = batches_of(4), [nn.Linear(WIDTH, WIDTH), copy.deepcopy(layer)]
+    plain_layers = copy.deepcopy(layers)
+    expected = plain(plain_layers, mse, batches, 2, sgd)
+    way = filled(Placement.identity(1), mode)
+    pipeline = Pipeline(layers, mse, batches, way, microbatches=2, optimizer=sgd)
+    assert_equal(pipeline.train(4), expected)
+    found = dict(pipeline.layers[1].named_buffers())
+    wanted = dict(plain_layers[1].named_buffers())
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 class Scales(nn.Module):
     scale: torch.Tensor
 
