@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.job.options import Options
-from pipeworker.plan.orders import AUTO
+from pipeworker.plan.orders import AUTO, resolve
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.planner.choices import PlanRequest, plan_request
+from pipeworker.plan.recompute import OFFLOAD
 
 
 def request_of(options: Options) -> PlanRequest:
@@ -38,11 +39,15 @@ def plan_run(
 ) -> Planned:
     """Return the plan of a run, made again for its balance; raises as :func:`plan_job`.
 
-    `schedule` is the text of the one that it has, which ``--schedule auto`` has found.
+    `schedule` is the text of the one that it has, which ``--schedule auto`` has found. The text has
+    an R for each recomputed micro-batch, and no more micro-batches than the mini-batch had samples.
     """
+    request = replace(request_of(options), balance=balance)
     if options.schedule == AUTO:
-        options = replace(options, schedule=schedule)
-    return plan_job(facts, replace(options, balance=balance))
+        count = (resolve(schedule).microbatches or 0) * options.replicas
+        mode = OFFLOAD if options.recompute == OFFLOAD else "auto"
+        request = replace(request, schedule=schedule, microbatches=count, recompute=mode)
+    return _plan(facts, options, request)
 
 
 def plan_job(facts: NetworkFacts, options: Options) -> Planned:
@@ -54,5 +59,9 @@ def plan_job(facts: NetworkFacts, options: Options) -> Planned:
     Raises:
         UsageError: no plan fits into the given memory, or the options do not fit the network.
     """
+    return _plan(facts, options, request_of(options))
+
+
+def _plan(facts: NetworkFacts, options: Options, request: PlanRequest) -> Planned:
     strict = options.memory is not None
-    return plan_request(limited(facts, options), request_of(options), strict=strict)
+    return plan_request(limited(facts, options), request, strict=strict)
