@@ -177,8 +177,10 @@ class Epoch:
             by_number = is_map_style(source) or not hasattr(source, "__iter__")
             self._by_number = by_number and not self.stateful and start is None
             self._takes_start = start is not None and not self.stateful
+        if not self.stateful and (position or not self._by_number):
+            # Those of a global loader: a peek has started them, or their streams are not recorded.
+            end_processes(source)
         if position:
-            end_processes(source)  # a global loader was iterated over by a peek
             self._begin(position if skips else {})
         if "source" in position:
             restore_states(self._loader_generators, position["drawn"])

@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    get_worker_info,
+)
 
 from pipeworker.errors import UsageError
 from pipeworker.worker.data.reader import Reader
@@ -289,6 +296,27 @@ def test_processes_that_persist_are_replaced_on_resume(at: int) -> None:
     expected = read(uncut, 3)
     again = reader(make)
     again.peek()
+    again.restore(position)
+    check(again, expected)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (pair(index) for index in range(SAMPLES))
+
+
+@pytest.mark.parametrize("peeks", [False, True])
+def test_an_epoch_of_a_stream_does_not_continue_the_processes_of_another(peeks: bool) -> None:
+    def make() -> Any:
+        return loader(Stream(), num_workers=1, persistent_workers=True)
+
+    uncut = reader(make)
+    read(uncut, LENGTH + 2)
+    position = round_trip(uncut.position(prefetched=False))
+    expected = read(uncut, 3)
+    again = reader(make)
+    if peeks:
+        again.peek()
     again.restore(position)
     check(again, expected)
 
