@@ -271,6 +271,12 @@ class Model:
             for first, name in self._note_places(i, layers[-1]):
                 shared.setdefault(first, [first]).append(name)
             self._note_names(i, layers[-1])
+        is_first = part.stage == min(local_stages, default=part.stage)
+        if self.cut is not None and self._module is not None and not is_first:
+            # What a forward changes around units, each stage changes for itself.
+            own = Cut(self._module, self.cut.types, self._device, self.cut.plan)
+            for layer in layers:
+                vars(layer)["cut"] = own
         check_declared(shared.values(), ())
         self.existing += self._origins.of(layers, part.first)
         ties = None
