@@ -223,6 +223,8 @@ def descriptions(leaves: Sequence[Any], name: str) -> tuple[Any, ...]:
             advice = "cut the model by hand, as a list of layers"
             if is_dataclass(leaf):
                 advice = f"register it (torch.export.register_dataclass({kind})), or {advice}"
+            elif tensors_of([*getattr(leaf, "__dict__", {}).values()]):
+                advice = f"register it (torch.utils._pytree.register_pytree_node), or {advice}"
             raise UsageError(
                 f"{name}: returns or is called with {a_type(leaf)}, of which a pipeline cannot "
                 f"tell what it holds; {advice}"

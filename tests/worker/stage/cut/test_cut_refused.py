@@ -114,12 +114,26 @@ class Opaque(nn.Linear):
         return nn.Identity()
 
 
+class Masked:
+    """A tensor and its mask, in an object."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.mask = tensor, tensor > 0
+
+
+class ReturnsMasked(nn.Linear):
+    """Returns it, as the backbone of a detector does."""
+
+    def forward(self, input: torch.Tensor) -> Any:
+        return Masked(super().forward(input))
+
+
 class Flow(nn.Module):
     """Has a unit that returns an object."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[nn.Linear] = Opaque) -> None:
         super().__init__()
-        self.first = Opaque(WIDTH, WIDTH)
+        self.first = kind(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.first(x)(x)
@@ -142,6 +156,7 @@ class Tries(Counts):
     [
         (Tries(), "catches the TypeError that a unit raises, at test_cut_refused.py:.*it takes"),
         (Flow(), "first: returns or is called with an Identity, of which a pipeline cannot tell"),
+        (Flow(ReturnsMasked), "a Masked, of .* holds; register it .*register_pytree_node.*, or"),
         (Counts(), "its forward changes the buffer 'calls' outside of the modules"),
         (Assigns(), "its forward changes the buffer 'calls' outside of the modules"),
         (Fills(), "its forward changes the buffer 'calls' outside of the modules"),
