@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial
@@ -92,6 +92,8 @@ base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 """Returns the tensor that a view is of; None if it is no view. Both have one version counter."""
 buffers_of: Callable[[nn.Module], MutableMapping[str, torch.Tensor | None]] = attrgetter("_buffers")
 """Returns a module's own dict of buffers, to restore them; ``named_buffers`` cannot set them."""
+submodules_of: Callable[[nn.Module], Mapping[str, nn.Module | None]] = attrgetter("_modules")
+"""Returns a module's own dict of submodules, which is watched for new ones without a list."""
 alias_of: Callable[[torch.Tensor], torch.Tensor] = _find("torch.ops.aten.alias.default")
 """Returns a view with a graph node of its own, so that gradients are summed in a fixed order."""
 unsaved_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")

@@ -136,6 +136,13 @@ def _buffers_work() -> bool:
     return norm.running_mean is value
 
 
+def _submodules_work() -> bool:
+    module = nn.Module()
+    held = internals.submodules_of(module)
+    module.one = nn.Identity()
+    return [*held] == ["one"]
+
+
 def _alias_works() -> bool:
     y = _leaf() * 2
     alias = internals.alias_of(y)
@@ -361,6 +368,7 @@ BEHAVIOURS: dict[str, Callable[[], bool]] = {
     "torch.Tensor._version": _version_works,
     "torch.Tensor._base": _base_works,
     "torch.nn.Module._buffers": _buffers_work,
+    "torch.nn.Module._modules": _submodules_work,
     "torch.ops.aten.alias": _alias_works,
     "torch._foreach_mul_": lambda: _in_place(internals.multiply, 6),
     "torch._foreach_div_": lambda: _in_place(internals.divide, 1.5),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeworker.worker.internals import BatchNorm, buffers_of, version_of
+from pipeworker.worker.internals import BatchNorm, buffers_of, submodules_of, version_of
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.slots import (
     ABSENT,
@@ -55,7 +55,7 @@ class Buffers:
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._layers = layers
+        self._layers = nn.ModuleList(layers)
         self._modules = self._all_modules()
         self._slots: list[Slot] = []
         self._changing: list[Slot] | None = None
@@ -69,7 +69,7 @@ class Buffers:
         self._waiting = 0
 
     def _all_modules(self) -> list[nn.Module]:
-        return [*nn.ModuleList(self._layers).modules()]  # each once
+        return [*self._layers.modules()]  # each once
 
     def begin(self) -> None:
         """Start a mini-batch: no forward waits for its recompute."""
@@ -150,7 +150,7 @@ class Buffers:
 
     def _watch_new(self, modules: Sequence[nn.Module]) -> None:
         """Note the buffers and modules within modules, to which a forward may add others."""
-        both = [(m, held) for m in modules for held in (buffers_of(m), vars(m).get("_modules"))]
+        both = [(m, held) for m in modules for held in (buffers_of(m), submodules_of(m))]
         self._known += [(m, held, {*held}) for m, held in both if isinstance(held, dict)]
 
     def _of_new(self, modules: Iterable[nn.Module]) -> list[tuple[Slot, Any]]:

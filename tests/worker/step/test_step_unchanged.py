@@ -22,12 +22,24 @@ class Reusing(nn.Module):
         super().__init__()
         self.weight: torch.Tensor
         self.register_buffer("weight", torch.eye(WIDTH) * 2)
-        self.out, self.clones = torch.empty(2, WIDTH), clones
+        self.held, self.clones = [torch.empty(2, WIDTH)], clones
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            torch.mm(x, self.weight, out=self.out)
-            return self.out.clone() if self.clones else self.out
+            torch.mm(x, self.weight, out=self.held[0])
+            return self.held[0].clone() if self.clones else self.held[0]
+
+
+class Keeping(Reusing):
+    """The preallocated tensor in an attribute, of which pipeworker makes copies."""
+
+    def __init__(self) -> None:
+        super().__init__(clones=False)
+        self.out = torch.empty(2, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.mm(x, self.weight, out=self.out)
 
 
 class Inferring(nn.Module):
@@ -61,6 +73,15 @@ def test_an_output_that_is_overwritten_before_it_is_read_is_an_error(placement: 
     with pytest.raises(PipeworkerError, match=rf"{what}: was changed in place .* as out\.clone"):
         pipeline_of(Reusing(clones=False), placement).train(2)
     assert len(pipeline_of(Reusing(clones=True), placement).train(2).losses) == 2
+
+
+@PLACEMENTS
+def test_an_attribute_that_is_overwritten_may_be_the_output(placement: Placement) -> None:
+    pipeline = pipeline_of(Keeping(), placement)
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [Keeping(), nn.Linear(WIDTH, WIDTH)]
+    batches = [(torch.randn(8, WIDTH), torch.randn(8, WIDTH)) for _ in range(2)]
+    assert pipeline.train(2).losses == plain(layers, mse, batches, 4, sgd).losses
 
 
 @PLACEMENTS
