@@ -98,8 +98,9 @@ class SavedBuffers:
         """End a mini-batch: tensors that copies have replaced are in their places again."""
         for slot, (original, last) in self._replaced.items():
             if get_slot(slot) is last and original.shape == last.shape:
-                with torch.no_grad():
-                    original.copy_(last)
+                if _is_writable(original):
+                    with torch.no_grad():
+                        original.copy_(last)
                 set_slot(slot, original)
         self._replaced = {}
 
@@ -230,6 +231,14 @@ def _saved_and_changing(before: dict[Slot, tuple[torch.Tensor, _State]], output:
         if _address(before[slot][0]) in saved
         or (changed[slot] and before[slot][0].is_floating_point() and _is_used(slot[0]))
     ]
+
+
+def _is_writable(tensor: torch.Tensor) -> bool:
+    """Return whether forwards can change a tensor in place: not an expanded one."""
+    is_expanded = is_dense(tensor) and any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return not (is_expanded or tensor.is_inference())
 
 
 def _is_used(module: nn.Module) -> bool:

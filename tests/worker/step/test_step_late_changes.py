@@ -138,6 +138,17 @@ def test_a_change_of_a_buffer_by_code_that_holds_it_is_seen(mode: str) -> None:
     assert pipeline.layers[1].get_buffer("scale") == 0.125
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_graph_may_save_an_expanded_buffer(mode: str) -> None:
+    layers = [nn.Linear(WIDTH, WIDTH), Scales(), nn.Linear(WIDTH, WIDTH)]
+    layers[1].register_buffer("scale", torch.full((), 0.5).expand(WIDTH))
+    batches = batches_of(3)
+    expected = plain(copy.deepcopy(layers), mse, batches, 2, sgd)
+    way = filled(Placement.identity(2), mode)
+    pipeline = Pipeline(layers, mse, batches, way, microbatches=2, optimizer=sgd)
+    assert_equal(pipeline.train(3), expected)
+
+
 class Assigns(torch.optim.SGD):
     """Assigns new tensors to its parameters."""
 
