@@ -352,9 +352,10 @@ def test_the_modules_of_a_job_are_those_imported_since_it_began_to_load(
     assert names == ["pipeworker_job.second", "theirs"]
 
 
-def test_a_spawned_process_finds_what_the_job_file_defines(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["job", "job.v2"])
+def test_a_spawned_process_finds_what_the_job_file_defines(name: str, tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("def answer(): return 42")
-    (tmp_path / "job.py").write_text(
+    (tmp_path / f"{name}.py").write_text(
         textwrap.dedent(
             """
             model, loss, optimizer, data = [len], min, max, [1]
@@ -365,8 +366,9 @@ def test_a_spawned_process_finds_what_the_job_file_defines(tmp_path: Path) -> No
             """
         )
     )
-    load(tmp_path / "job.py")
-    spawn, module = multiprocessing.get_context("spawn"), sys.modules["pipeworker_job.job"]
+    load(tmp_path / f"{name}.py")
+    module = sys.modules[f"pipeworker_job.{name.replace('.', '_')}"]
+    spawn = multiprocessing.get_context("spawn")
     results = spawn.SimpleQueue()
     process = spawn.Process(target=vars(module)["answer"], args=(results,))
     process.start()
