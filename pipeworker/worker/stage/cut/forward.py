@@ -315,7 +315,7 @@ class Forward:
                 continue
             known = self._numbers.get(key) == number or tensor is self._arrived.get(number)
             is_apart = (count, place) in self._plan.apart and not known
-            if is_apart and self._count == self._plan.counts[self._layer]:
+            if is_apart and self._count in self._plan.counts[:-1]:  # of a unit
                 unit = self._plan.units[self._layer]
                 raise self._elsewhere(
                     f"{unit} returns a new tensor, and returned then what it was called with, "

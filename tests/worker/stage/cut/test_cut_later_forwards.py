@@ -93,6 +93,15 @@ class Replaces(MakesATensor):
         return self.layers[3](torch.tanh(self.layers[2](second + first))) + first
 
 
+class CopiesItsOutput(Model):
+    """Returns what its last layer returns, and what a function makes of that at the very end."""
+
+    def forward(self, x: torch.Tensor, far: float) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return {"out": x.clone() if far else x.contiguous(), "hidden": x}
+
+
 class Drops(Model):
     """Draws numbers behind a dropout, for layers of several stages."""
 
@@ -136,7 +145,7 @@ def test_what_stages_would_not_compute_alike_is_refused(module: Model, message: 
 
 
 @pytest.mark.parametrize("stages", [1, 3])
-@pytest.mark.parametrize("module", [Replaces(), SetsWithoutEffect()])
+@pytest.mark.parametrize("module", [Replaces(), SetsWithoutEffect(), CopiesItsOutput()])
 def test_what_stages_compute_alike_equals_the_plain_loop(module: Model, stages: int) -> None:
     batches = batches_of(0.0, 0.5, 0.0)
     expected = plain([Whole(copy.deepcopy(module))], mse, batches, 2, sgd)
