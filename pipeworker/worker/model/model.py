@@ -275,6 +275,7 @@ class Model:
         if self.cut is not None and self._module is not None and not is_first:
             # What a forward changes around units, each stage changes for itself.
             own = Cut(self._module, self.cut.types, self._device, self.cut.plan)
+            own.share_buffers(self.cut)
             for layer in layers:
                 vars(layer)["cut"] = own
         check_declared(shared.values(), ())

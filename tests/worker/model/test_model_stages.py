@@ -23,6 +23,7 @@ class Counts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        self.layers[0].register_buffer("mask", torch.ones(2, 2))
         self.count = 0
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -39,7 +40,10 @@ def test_each_stage_has_its_own_module_around_its_layers() -> None:
     )
     stages = [model.build(StageRange(i, i, i + 1), (), (0, 1))[0] for i in (0, 1)]
     value: Any = torch.ones(1, 2)
+    masks = []
     for (layer,) in stages:
         assert isinstance(layer, Part)
         value = layer(value)
         assert layer.cut.module.count == 1
+        masks.append(layer.cut.module.get_buffer("layers.0.mask"))
+    assert masks[0] is masks[1]  # which no stage needs; it may be large

@@ -12,7 +12,7 @@ from torch import nn
 
 from pipeworker.errors import UsageError, a_type
 from pipeworker.facts.layer_names import LayerNames
-from pipeworker.worker.internals import pytree, storage_key
+from pipeworker.worker.internals import buffers_of, pytree, storage_key
 from pipeworker.worker.stage.cut.common import CommonVariables
 from pipeworker.worker.stage.cut.forward import Enter, Forward, Leave, StandIns
 from pipeworker.worker.stage.cut.guards import OuterBuffers, changes_buffer
@@ -61,6 +61,16 @@ class Cut:
         units = {n: one.unit for n, one in _intercept(self.module, self._unit).items()}
         self._outer = OuterBuffers(self.module, units.values())
         self._attributes = UnitAttributes(units)
+
+    def share_buffers(self, other: Cut) -> None:
+        """Keep no copies of the buffers within units, which do not run: use those of another cut.
+
+        They may be as large as weights.
+        """
+        for name in self.plan.units:
+            own, others = (one.module.get_submodule(name).modules() for one in (self, other))
+            for module, same in zip(own, others, strict=True):
+                buffers_of(module).update(buffers_of(same))
 
     def _unit(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return self._run.call(name, *args, **kwargs)
