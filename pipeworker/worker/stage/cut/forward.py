@@ -17,7 +17,7 @@ do not depend on the number of stages.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ from pipeworker.worker.stage.cut.calls import (
     line_of_error,
     line_of_the_user,
     name_of,
+    reads_metadata,
     tensors_of,
     with_places,
 )
@@ -215,6 +216,10 @@ class Forward:
         for buffer, is_overwritten in first_uses(func, args, tensors, self._unused).items():
             if not is_overwritten:
                 raise self._elsewhere(f"it uses the buffer {buffer!r} before it overwrites it")
+        for tensor in tensors:
+            if id(tensor) in self._of_units and not reads_metadata(func):
+                name = self._of_units[id(tensor)]
+                raise self._elsewhere(f"it uses the buffer {name!r} of a unit, and did not then")
         if not self._depends(tensors):
             if any(is_fake(t) and id(t) not in self._unneeded for t in tensors):
                 raise self._elsewhere("it uses a tensor of an earlier micro-batch")
@@ -431,9 +436,14 @@ class Forward:
                     self._keep(new, number)
         return by
 
-    def run(self, module: torch.nn.Module, value: Any) -> Any:
-        """Run the layers; return what the next layer gets, or the module's output."""
-        self._module = module
+    def run(
+        self, module: torch.nn.Module, value: Any, of_units: Mapping[int, str] | None = None
+    ) -> Any:
+        """Run the layers; return what the next layer gets, or the module's output.
+
+        `of_units` has the names of the buffers within units, by id, which the forward may not use.
+        """
+        self._module, self._of_units = module, of_units or {}
         self._unused = {id(module.get_buffer(name)): name for name in self._plan.overwritten}
         batch = self.begin(value)
         self._begin_layer()

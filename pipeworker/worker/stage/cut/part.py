@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -72,6 +72,15 @@ class Cut:
             for module, same in zip(own, others, strict=True):
                 buffers_of(module).update(buffers_of(same))
 
+    @cached_property
+    def _inside(self) -> dict[int, str]:
+        """Return the names of the buffers within units, by id, which units of layers change."""
+        return {
+            id(buffer): name
+            for unit in self.plan.units
+            for name, buffer in self.module.get_submodule(unit).named_buffers(prefix=unit)
+        }
+
     def _unit(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return self._run.call(name, *args, **kwargs)
 
@@ -97,7 +106,7 @@ class Cut:
         outer = self._run
         self._run = Forward(*around, parts, calls, self._stand_ins, enter, leave)
         try:
-            found = self._run.run(self.module, value)
+            found = self._run.run(self.module, value, self._inside)
             self._outer.check(self.plan.overwritten)
             self._attributes.check(self.plan)
             return found

@@ -65,6 +65,18 @@ class SetsAnAttribute(Model):
         return x
 
 
+class UsesABufferOfAUnit(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].register_buffer("scale", torch.ones(WIDTH))
+        self.one = torch.ones(WIDTH)
+
+    def forward(self, x: torch.Tensor, far: float) -> Any:
+        for layer in self.layers:
+            x = layer(x) * (self.layers[1].get_buffer("scale") if far else self.one)
+        return x
+
+
 class SetsTheMode(Model):
     def forward(self, x: torch.Tensor, far: float) -> Any:
         self.layers[1].train(not far)
@@ -134,6 +146,7 @@ def batches_of(*fars: float) -> Batches:
         (ChangesItsInput(), "it changes a tensor of its input in place, and did not then"),
         (MakesATensor(), "a call makes a tensor, and returned its argument then"),
         (HasACopy(), "a call makes a tensor, and returned its argument then"),
+        (UsesABufferOfAUnit(), "it uses the buffer 'layers.1.scale' of a unit, and did not then"),
         (SetsAnAttribute(), r"layer 0 \(layers.0\): .* sets 'layers.0.is_linear', and did not"),
         (SetsTheMode(), r"layer 1 \(layers.1\): .* sets 'layers.1.training', and did not"),
     ],
