@@ -47,11 +47,17 @@ def refused(layer: int, unit: str, reason: str, remedy: str) -> UsageError:
     )
 
 
+def buffers_within(module: nn.Module, units: Iterable[nn.Module]) -> dict[int, str]:
+    """Return the names of the buffers within the units of a module, by id."""
+    inside = {id(buffer) for unit in units for buffer in unit.buffers()}
+    return {id(b): name for name, b in module.named_buffers() if id(b) in inside}
+
+
 class OuterBuffers:
     """The buffers of a module outside of its units, which keep nothing for a later forward."""
 
     def __init__(self, module: nn.Module, units: Iterable[nn.Module]) -> None:
-        inside = {id(buffer) for unit in units for buffer in unit.buffers()}
+        inside = buffers_within(module, units)
         self._found: list[tuple[str, nn.Module, str, torch.Tensor, int]] = []
         for name, buffer in module.named_buffers():
             if id(buffer) not in inside:
@@ -97,8 +103,7 @@ class Guards:
         self, module: nn.Module, units: Sequence[nn.Module], where: Callable[[], tuple[int, str]]
     ) -> None:
         self._where = where
-        inside = {id(buffer) for unit in units for buffer in unit.buffers()}
-        self._buffers = {id(b): name for name, b in module.named_buffers() if id(b) in inside}
+        self._buffers = buffers_within(module, units)
         self._hooks = saved_tensor_hooks()
         own = {id(one) for unit in units for one in unit.modules()}
         for name, one in module.named_modules():

@@ -15,7 +15,7 @@ from pipeworker.facts.layer_names import LayerNames
 from pipeworker.worker.internals import buffers_of, pytree, storage_key
 from pipeworker.worker.stage.cut.common import CommonVariables
 from pipeworker.worker.stage.cut.forward import Enter, Forward, Leave, StandIns
-from pipeworker.worker.stage.cut.guards import OuterBuffers, changes_buffer
+from pipeworker.worker.stage.cut.guards import OuterBuffers, buffers_within, changes_buffer
 from pipeworker.worker.stage.cut.inner_hooks import forget_library_hooks
 from pipeworker.worker.stage.cut.isolation import Isolation, UnitAttributes, held_by_modules
 from pipeworker.worker.stage.cut.plan import CutPlan
@@ -75,11 +75,7 @@ class Cut:
     @cached_property
     def _inside(self) -> dict[int, str]:
         """Return the names of the buffers within units, by id, which units of layers change."""
-        return {
-            id(buffer): name
-            for unit in self.plan.units
-            for name, buffer in self.module.get_submodule(unit).named_buffers(prefix=unit)
-        }
+        return buffers_within(self.module, map(self.module.get_submodule, self.plan.units))
 
     def _unit(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return self._run.call(name, *args, **kwargs)
@@ -223,7 +219,10 @@ def _reject_views(module: nn.Module) -> None:
 
 
 def _reject_shared(module: nn.Module, overwritten: Sequence[str]) -> None:
-    """Reject an overwritten buffer whose memory another tensor has: copies of the two have none."""
+    """Reject an overwritten buffer that shares its memory, as with a view of it.
+
+    A copy of the module has two tensors, of which the forward would overwrite one.
+    """
     held = held_by_modules(module.named_modules()).values() if overwritten else ()
     tensors = {id(one): one for values in held for one in values if isinstance(one, torch.Tensor)}
     for name in overwritten:
