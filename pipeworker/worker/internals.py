@@ -94,6 +94,8 @@ buffers_of: Callable[[nn.Module], MutableMapping[str, torch.Tensor | None]] = at
 """Returns a module's own dict of buffers, to restore them; ``named_buffers`` cannot set them."""
 submodules_of: Callable[[nn.Module], Mapping[str, nn.Module | None]] = attrgetter("_modules")
 """Returns a module's own dict of submodules, which is watched for new ones without a list."""
+kept_iterator: Callable[[Any], Any] = attrgetter("_iterator")
+"""Returns the iterator that a ``DataLoader`` keeps with its processes, or None if it keeps none."""
 alias_of: Callable[[torch.Tensor], torch.Tensor] = _find("torch.ops.aten.alias.default")
 """Returns a view with a graph node of its own, so that gradients are summed in a fixed order."""
 unsaved_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
@@ -295,6 +297,11 @@ def put_hooks(module: nn.Module, taken: Hooks) -> None:
     """Put hooks that were taken from a module, or from the one it is a copy of, back."""
     for hooks, own in zip(_hook_dicts(module), taken, strict=False):
         hooks.update(own)
+
+
+def forget_iterator(loader: Any) -> None:
+    """Have a ``DataLoader`` end the processes that it keeps; no public function does."""
+    loader._iterator = None
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader, TensorDataset
 
 from pipeworker.errors import UsageError
 from pipeworker.worker import internals
@@ -369,6 +370,9 @@ BEHAVIOURS: dict[str, Callable[[], bool]] = {
     "torch.Tensor._base": _base_works,
     "torch.nn.Module._buffers": _buffers_work,
     "torch.nn.Module._modules": _submodules_work,
+    "torch.utils.data.DataLoader._iterator": (
+        lambda: internals.kept_iterator(DataLoader(TensorDataset(torch.ones(1)))) is None
+    ),
     "torch.ops.aten.alias": _alias_works,
     "torch._foreach_mul_": lambda: _in_place(internals.multiply, 6),
     "torch._foreach_div_": lambda: _in_place(internals.divide, 1.5),

@@ -73,6 +73,7 @@ PRIVATE = {
     *("_get_default_store", "_get_default_group", "_distributed_c10d", "_storage_Use_Count"),
     *("_share_cuda_", "_new_shared_cuda"),
     *("_pytree", "_dynamo", "_subclasses", "_functorch", "_unsafe_view", "_backward_hooks"),
+    "_iterator",
 }
 """Private names of torch, as attributes of anything but ``self``."""
 MAKERS = {

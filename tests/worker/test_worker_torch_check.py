@@ -33,6 +33,7 @@ ALTERED: dict[str, tuple[str, Any]] = {
     "torch.Tensor._base": ("base_of", lambda _: None),
     "torch.nn.Module._buffers": ("buffers_of", lambda module: dict(module.named_buffers())),
     "torch.nn.Module._modules": ("submodules_of", lambda module: dict(module.named_children())),
+    "torch.utils.data.DataLoader._iterator": ("kept_iterator", lambda loader: loader),
     "torch.ops.aten.alias": ("alias_of", torch.clone),
     "torch._foreach_mul_": ("multiply", torch._foreach_mul),
     "torch._foreach_div_": ("divide", torch._foreach_div),

@@ -29,6 +29,7 @@ from pipeworker.worker.data.generators import (
     generators_of_loading,
     rejecting_faults,
 )
+from pipeworker.worker.internals import forget_iterator, kept_iterator
 
 _PYTHON, _NUMPY = Struct("=625I?d"), Struct("=624Ii?d")
 _WORDS = 624
@@ -52,8 +53,8 @@ def is_map_style(source: Any) -> bool:
 
 def end_processes(source: Any) -> None:
     """End the processes that a loader keeps from an earlier iteration; they have drawn numbers."""
-    if isinstance(source, DataLoader):
-        source._iterator = None
+    if isinstance(source, DataLoader) and kept_iterator(source) is not None:
+        forget_iterator(source)
 
 
 class AdvancedLoader:
