@@ -80,6 +80,7 @@ def test_a_name_that_behaves_differently_is_named(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attribute, value = ALTERED[name]
+    internals.preload()  # not with the altered name
     monkeypatch.setattr(f"pipeworker.worker.internals.{attribute}", value)
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: "NCCL" in name)
     monkeypatch.setattr(torch, "__version__", "9.9")
