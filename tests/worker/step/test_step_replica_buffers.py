@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +90,26 @@ def test_a_large_buffer_is_broadcast_if_any_replica_changes_it(
     pipeline.train(2)  # which asserts that replicas are equal
     (table,) = pipeline.layers[0].buffers()
     assert bool(table.any()) is changes
+
+
+class MakesANorm(nn.Module):
+    """A layer that makes a batch norm in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm: nn.Module | None = None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.norm = self.norm or nn.BatchNorm1d(6, affine=False)
+        return self.norm(x)
+
+
+def test_buffers_of_a_module_that_a_forward_makes_are_those_of_replica_0() -> None:
+    layers = [MakesANorm(), nn.Linear(6, 2)]
+    way = filled(Placement.identity(1, 2), "never")
+    pipeline = Pipeline(layers, mse, data(8, 8, 8), way, microbatches=4)
+    pipeline.train(3)  # which asserts that replicas are equal
+    assert len([*pipeline.layers[0].buffers()]) == 3
 
 
 class Untraced(nn.Module):
