@@ -215,7 +215,7 @@ class Ties:
                 raise UsageError(
                     f"tied: requires_grad of {name} was changed within a step at one of its "
                     f"places, {', '.join(group.tie.names)}, each of which is a parameter of its "
-                    "own; change it in before_update() or in model()"
+                    "own; change it in model(), or of the parameter that before_update() gets"
                 )
             if is_apart and group.versions != [*map(version_of, own)]:
                 raise UsageError(

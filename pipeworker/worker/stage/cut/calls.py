@@ -37,6 +37,7 @@ _EMPTY = frozenset(f"{name}empty{end}" for name in ("", "new_") for end in ("", 
     "empty_permuted",
 }
 """Functions that return memory without numbers of its own."""
+_MAY_DRAW = ("rrelu", "rrelu_", "scaled_dot_product_attention", "multi_head_attention_forward")
 _UNKNOWN = "an unknown line"
 
 
@@ -61,7 +62,7 @@ def may_draw(name: str) -> bool:
 
     The rate may be one of the input, and be 0 when a plan is made.
     """
-    return "dropout" in name or name in ("rrelu", "rrelu_", "scaled_dot_product_attention")
+    return "dropout" in name or name in _MAY_DRAW
 
 
 def clear_new(func: Any, made: Any) -> None:

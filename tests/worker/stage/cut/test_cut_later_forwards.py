@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -114,11 +115,25 @@ class CopiesItsOutput(Model):
         return {"out": x.clone() if far else x.contiguous(), "hidden": x}
 
 
+def attend(x: torch.Tensor, rate: float) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(x, x, x, dropout_p=rate)
+
+
+def attend_by_heads(x: torch.Tensor, rate: float) -> torch.Tensor:
+    inner, outer = torch.eye(WIDTH).repeat(3, 1), torch.eye(WIDTH)
+    weights = inner, torch.zeros(3 * WIDTH), None, None, False, rate, outer, torch.zeros(WIDTH)
+    return functional.multi_head_attention_forward(x, x, x, WIDTH, 1, *weights)[0]
+
+
 class Drops(Model):
-    """Draws numbers behind a dropout, for layers of several stages."""
+    """Draws numbers behind a function with a rate of dropout, for layers of several stages."""
+
+    def __init__(self, drop: Callable[[torch.Tensor, float], torch.Tensor]) -> None:
+        super().__init__()
+        self.drop = drop
 
     def forward(self, x: torch.Tensor, far: float) -> Any:
-        x = functional.dropout(self.layers[0](x), far)
+        x = self.drop(self.layers[0](x), far)
         noise = torch.rand(WIDTH)
         for layer in self.layers[1:]:
             x = torch.tanh(layer(x)) + noise
@@ -165,7 +180,8 @@ def test_what_stages_compute_alike_equals_the_plain_loop(module: Model, stages: 
     assert pipeline_of(module, batches, mse, stages, "always").train(3).losses == expected.losses
 
 
-def test_a_dropout_whose_rate_was_0_draws_for_its_own_stage_alone() -> None:
-    module, batches = Drops(), batches_of(0.0, 0.5, 0.0)
+@pytest.mark.parametrize("drop", [functional.dropout, attend, attend_by_heads])
+def test_a_dropout_whose_rate_was_0_draws_for_its_own_stage_alone(drop: Any) -> None:
+    module, batches = Drops(drop), batches_of(0.0, 0.5, 0.0)
     one, three = (pipeline_of(module, batches, mse, stages, "never") for stages in (1, 3))
     assert one.train(3).losses == three.train(3).losses
