@@ -19,7 +19,8 @@ from pipeworker.facts.position import Phase
 from pipeworker.host import streams
 from pipeworker.job.signatures import takes_steps
 from pipeworker.plan.recompute import OFFLOAD
-from pipeworker.record.checkpoint.stage_state import StageState
+from pipeworker.record.checkpoint.stage_state import StageState, buffer_infos
+from pipeworker.record.checkpoint.tensor_file import TensorInfo
 from pipeworker.record.weights.initial_weights import InitialWeights
 from pipeworker.wire.messages.plan import Built, Plan
 from pipeworker.wire.messages.step import EpochEnded, Evaluated, Update
@@ -54,6 +55,7 @@ class LocalStages:
         is_part: whether other workers, or other stages of this one, update other parameters.
         unmatched: number of names of ``--init-from`` without a counterpart.
         adapters: what makes peft's own folder of the model's weights, if it has adapters.
+        built_buffers: the buffers of each stage's layers as their constructors left them.
         resources: closes the stages, which restores the modules' settings.
     """
 
@@ -68,6 +70,7 @@ class LocalStages:
     is_part: bool
     unmatched: int
     adapters: Mapping[str, Any] | None
+    built_buffers: dict[int, list[Mapping[str, TensorInfo]]]
     resources: ExitStack
 
     @property
@@ -160,6 +163,7 @@ class LocalStages:
             updater.steps,
             optimizers.restart_schedulers,
             self.adapters if index == 0 and keeps_weights else None,
+            self.built_buffers[index],
         )
 
 
@@ -176,6 +180,7 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
     stages: dict[int, Stage] = {}
     updaters: dict[int, Updater] = {}
     ties: dict[int, Ties] = {}
+    built_buffers: dict[int, list[Mapping[str, TensorInfo]]] = {}
     config = StageConfig.of(options, loaded.device)
     copies = Copies() if accelerator is None else StreamCopies(accelerator)
     is_part = role.placement.stages > 1 or role.shards
@@ -203,6 +208,7 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
             )
             if part.stage == role.placement.stages - 1:
                 stage.before_loss = _check_of(loaded)
+            built_buffers[part.stage] = [*map(buffer_infos, layers)]
             resources.callback(stage.deferred.restore_modules)
             if ties_of is not None:
                 ties[part.stage] = ties_of
@@ -230,6 +236,7 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
             *(names, stages, updaters, ties, aliases, tuple(model.existing), model.cached),
             *(model.borrowing, is_part, unmatched),
             model.adapters() if 0 in stages else None,
+            built_buffers,
             resources.pop_all(),
         )
 
@@ -267,7 +274,7 @@ def _updater(stage: Stage, loaded: LoadedWorker, ties: Ties | None, steps: int) 
     updater.clear()  # gradients that the user's code may have left on modules of its own
     if updater.optimizers.wants_metric and not (options.evaluate_every or options.own_loop):
         raise UsageError(
-            "ReduceLROnPlateau: needs the evaluation loss; give --evaluate-every and define "
+            "ReduceLROnPlateau: needs evaluations; give --evaluate-every and define "
             "evaluation() in the job file"
         )
     if updater.optimizers.wants_more and not Criterion.parse(options.best).more:

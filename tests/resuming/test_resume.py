@@ -25,17 +25,23 @@ RICH = """
     HELD = "held" in sys.argv
 
     class Scale(nn.Module):
-        \"\"\"Has extra state, a buffer that no state dict has, and draws.\"\"\"
+        \"\"\"Has extra state, buffers that no state dict has or forwards make, and draws.\"\"\"
 
         def __init__(self):
             super().__init__()
             self.register_buffer("seen", torch.zeros(1), persistent=False)
+            self.register_buffer("means", torch.zeros(0))
             self.calls = 0
 
         def forward(self, x):
             self.seen += x.detach().mean()
             self.calls += 1
-            return x * (1 + 0.01 * random.random()) + 0.01 * self.seen
+            if not hasattr(self, "most"):
+                self.register_buffer("most", torch.zeros(()))
+            self.most = torch.maximum(self.most, x.detach().max())
+            self.means = torch.cat([self.means, x.detach().mean().view(1)])
+            seen = self.seen + self.most + self.means.mean()
+            return x * (1 + 0.01 * random.random()) + 0.01 * seen
 
         def get_extra_state(self):
             return {"calls": self.calls}

@@ -62,7 +62,7 @@ def restore(
     with torch.no_grad():
         for stage in stages:
             for index, layer, _ in stage.indexed():
-                saved.set_unset_buffers(index, layer, _device_of(stage.layers))
+                saved.set_made_buffers(index, layer, _device_of(stage.layers))
             stage.load(saved.state_of, user_code)
             for index, layer, _ in stage.indexed():
                 for key in saved.buffer_keys.get(index, ()):  # which no state dict has
@@ -98,8 +98,7 @@ def _misfit(folder: Path, diff: StateDictDiff) -> str:
     if folder == MEMORY:
         return (
             f"the snapshot in memory is not of the model that model() builds: {diff}; if a forward "
-            "registers a buffer or changes its shape, leave it out of the state dict "
-            "(persistent=False) or register it in __init__ as it will be"
+            "registers a parameter or a module, make it in __init__"
         )
     return f"the checkpoint {folder} is of another model: {diff}"
 
@@ -134,6 +133,7 @@ class _SavedState:
     extra: dict[str, PackedValue] = field(default_factory=dict)
     buffers: dict[str, PackedValue] = field(default_factory=dict)
     strides: dict[str, Any] = field(default_factory=dict)  # of buffers; none in older files
+    made: set[str] = field(default_factory=set)  # buffers that forwards made; none in older files
     states: dict[str, PackedValue] = field(default_factory=dict)  # of optimizers, by parameter
     groups: dict[str, SavedGroup] = field(default_factory=dict)  # by parameter
     weight_keys: Mapping[int, list[str]] = field(init=False)  # by layer
@@ -153,6 +153,10 @@ class _SavedState:
             self.extra |= {name: packed(value) for name, value in plain["extra"].items()}
             self.buffers |= {name: packed(value) for name, value in plain["buffers"].items()}
             self.strides |= packed(plain.get("strides", {})).read(dict)
+            made = packed(plain.get("made", [])).read(list)
+            if not all(type(name) is str for name in made):
+                raise damaged(files.state, "the name of a buffer is none")
+            self.made.update(made)
             for update in plain["updates"]:
                 self._add_update(files.state, packed, update)
         self.weight_keys, _ = self.names.by_layer(self.weights)
@@ -203,13 +207,15 @@ class _SavedState:
                 continue
             file, stored = found
             info, wanted = file.info(stored), (value.dtype, tuple(value.shape))
-            if info != wanted and key.rpartition(".")[0] not in own:
+            if info != wanted and not (
+                key.rpartition(".")[0] in own or self._is_made(index, layer, key)
+            ):
                 diff.add_different(full, info, wanted)
         modules = {path for path, _ in layer.named_modules(remove_duplicate=False)}
         unexpected = [
             key
             for key in self.weight_keys.get(index, ())
-            if key not in state and not _is_unset_buffer(layer, key)
+            if key not in state and not self._is_made(index, layer, key)
         ]
         for key in self.buffer_keys.get(index, ()):
             if key.rpartition(".")[0] not in modules:
@@ -221,12 +227,18 @@ class _SavedState:
         modules = layer.named_modules(remove_duplicate=False)
         return {path for path, module in modules if self.loads_itself(module)}
 
-    def set_unset_buffers(self, index: int, layer: nn.Module, device: torch.device) -> None:
-        """Set the buffers of a layer that are None until a forward sets them."""
+    def _is_made(self, index: int, layer: nn.Module, key: str) -> bool:
+        """Return whether a key is that of a buffer that a forward sets, registers or resizes."""
+        return _is_unset_buffer(layer, key) or (
+            self.names.parameter(index, key) in self.made and _may_have_buffer(layer, key)
+        )
+
+    def set_made_buffers(self, index: int, layer: nn.Module, device: torch.device) -> None:
+        """Set the buffers of a layer that forwards made: load_state_dict() would refuse them."""
         for key in self.weight_keys.get(index, ()):
-            if _is_unset_buffer(layer, key):
+            if self._is_made(index, layer, key):
                 name = self.names.parameter(index, key)
-                _set_buffer(layer, key, self.weights[name][name], device)
+                _set_buffer(layer, key, self.weights[name][name], device, persistent=True)
 
     def restore_strides(self, index: int, layer: nn.Module) -> None:
         """Give buffers the strides that they had: matrix kernels choose their order by these."""
@@ -277,8 +289,27 @@ def _is_unset_buffer(layer: nn.Module, key: str) -> bool:
     return False
 
 
-def _set_buffer(layer: nn.Module, key: str, value: torch.Tensor, device: torch.device) -> None:
-    """Set a buffer, in place if the value fits: other tensors may share its memory."""
+def _may_have_buffer(layer: nn.Module, key: str) -> bool:
+    """Return whether a layer has a buffer of this name, or a module that can register it."""
+    path, _, name = key.rpartition(".")
+    with suppress(AttributeError):  # no such module
+        module = layer.get_submodule(path)
+        return name in dict(module.named_buffers(recurse=False)) or not hasattr(module, name)
+    return False
+
+
+def _set_buffer(
+    layer: nn.Module,
+    key: str,
+    value: torch.Tensor,
+    device: torch.device,
+    *,
+    persistent: bool = False,
+) -> None:
+    """Set a buffer, in place if the value fits: other tensors may share its memory.
+
+    One that the layer does not have is registered, `persistent` or not.
+    """
     path, _, name = key.rpartition(".")
     module = layer.get_submodule(path)
     present = getattr(module, name, None)
@@ -291,7 +322,7 @@ def _set_buffer(layer: nn.Module, key: str, value: torch.Tensor, device: torch.d
     if hasattr(module, name):
         setattr(module, name, value.to(device))
     else:
-        module.register_buffer(name, value.to(device), persistent=False)
+        module.register_buffer(name, value.to(device), persistent=persistent)
 
 
 def _restore_updates(stage: StageState, saved: _SavedState, user_code: UserCode) -> None:

@@ -54,6 +54,7 @@ class StageState:
         restart_schedulers: makes the schedulers again, after a number of their steps.
         adapters: what makes peft's own folder of the whole model's weights, saved with one stage;
             see :func:`pipeworker.record.weights.conversions.describe_adapters`.
+        built_buffers: the buffers of each layer as its constructor left them.
     """
 
     names: LayerNames
@@ -65,6 +66,7 @@ class StageState:
     steps: int = 0
     restart_schedulers: Callable[[int], None] | None = None
     adapters: Mapping[str, Any] | None = None
+    built_buffers: Sequence[Mapping[str, TensorInfo]] = ()
 
     def indexed(self) -> Iterator[tuple[int, nn.Module, Mapping[str, Any]]]:
         """Yield each layer's index in the model, the layer and its state dict."""
@@ -135,6 +137,17 @@ class StageState:
             for key, buffer in layer.named_buffers(remove_duplicate=False)
             if key not in state and self.names.is_first(index, key)
         }
+
+    def made_buffers(self) -> list[str]:
+        """Return the names of buffers in state dicts that forwards have registered, or resized."""
+        return [
+            self.names.parameter(index, key)
+            for (index, layer, state), built in zip(
+                self.indexed(), self.built_buffers, strict=False
+            )
+            for key, info in buffer_infos(layer).items()
+            if key in state and built.get(key) != info
+        ]
 
     def buffer_strides(self) -> dict[str, list[int]]:
         """Return the strides of buffers that have several dims, by name.
@@ -248,6 +261,7 @@ class WorkerContent:
         extra: dict[str, Any] = {}
         buffers: dict[str, Any] = {}
         strides: dict[str, list[int]] = {}
+        made: list[str] = []
         for stage in stages:
             content.frozen |= stage.frozen()
             for name, value in stage.entries().items():
@@ -261,6 +275,7 @@ class WorkerContent:
                 else:
                     extra[name] = pack(value, content.others, name)
             strides |= stage.buffer_strides()
+            made += stage.made_buffers()
             for name, buffer in stage.unlisted_buffers().items():
                 with suppress(UsageError):  # a sparse one, which the layer builds again
                     buffers[name] = pack(buffer, content.others, f"buffers/{name}")
@@ -268,7 +283,13 @@ class WorkerContent:
         updates = [
             update for stage in stages for update in stage.pack_updates(elsewhere, content.others)
         ]
-        content.plain = {"extra": extra, "buffers": buffers, "updates": updates, "strides": strides}
+        content.plain = {
+            "extra": extra,
+            "buffers": buffers,
+            "updates": updates,
+            "strides": strides,
+            "made": made,
+        }
         for stage in stages:
             if stage.adapters is not None:
                 content.plain["adapters"] = dict(stage.adapters)
@@ -336,6 +357,14 @@ class StateDictDiff:
             ("of another shape or type are", self.different),
         )
         return "; ".join(f"{what} {some(names, most)}" for what, names in kinds if names)
+
+
+def buffer_infos(layer: nn.Module) -> dict[str, TensorInfo]:
+    """Return the dtype and the shape of each buffer of a layer, by all of its names."""
+    return {
+        key: (buffer.dtype, tuple(buffer.shape))
+        for key, buffer in layer.named_buffers(remove_duplicate=False)
+    }
 
 
 def is_extra_state(key: str) -> bool:

@@ -360,6 +360,27 @@ def test_a_buffer_that_is_none_at_first_is_restored(tmp_path: Path) -> None:
     assert_same(part.layers[0].get_buffer("scale"), torch.full((3,), 7.0))
 
 
+def test_buffers_that_forwards_register_or_resize_are_restored(tmp_path: Path) -> None:
+    def of(**values: torch.Tensor) -> StageState:
+        layer = nn.Linear(2, 2, bias=False)
+        for name, value in values.items():
+            layer.register_buffer(name, value)
+        return StageState(
+            LayerNames(("0",)),
+            [layer],
+            [layer.state_dict()],
+            built_buffers=[{"rows": (torch.float32, (1,)), "kept": (torch.float32, (2,))}],
+        )
+
+    made = {"rows": torch.arange(3.0), "kept": torch.ones(2), "cache": torch.eye(2)}
+    save_worker_files(tmp_path, 0, 1, [of(**made)])
+    part = of(rows=torch.zeros(1), kept=torch.zeros(2))
+    restore([shard_of(tmp_path)], [part])
+    assert_same(part.layers[0].state_dict() | made, part.layers[0].state_dict())
+    with pytest.raises(UsageError, match=r"does not have 0\.kept$"):  # the model has changed
+        restore([shard_of(tmp_path)], [of(rows=torch.zeros(1))])
+
+
 def test_statistics_of_a_norm_that_tracks_none_any_more_are_refused(tmp_path: Path) -> None:
     def of(*, tracks: bool) -> StageState:
         layer = nn.BatchNorm1d(2, track_running_stats=tracks)
