@@ -55,7 +55,7 @@ def write_trace(path: Path, steps: str | None, asked: Path | None) -> str:
     if chosen is not None and not any(step in chosen for step in recorded):
         since = " since the run was resumed" if record.content["resumed"] else ""
         raise UsageError(
-            f"--steps {steps}: none of them is recorded{since}; steps {_ranges(recorded)} are "
+            f"--steps {steps}: none of them is recorded{since}; recorded: {_ranges(recorded)} "
             "(launch --trace records all)"
         )
     hosts = len({life.host for life in lives})
@@ -67,11 +67,12 @@ def write_trace(path: Path, steps: str | None, asked: Path | None) -> str:
     with writing(output):
         write_bytes(output, data)
     shown = sorted({c.step for life in lives for c in life.commands if c.actions})
+    noun = "step" if len(shown) == 1 else "steps"
     workers = plural(len({life.rank for life in lives}), "worker")
     left_out = sorted({*recorded} - {*shown}) if chosen is None else []
     more = f"; --steps shows others of {_ranges(left_out)}" if left_out else ""
     return (
-        f"{output}: steps {_ranges(shown)} of {workers}{more}; https://ui.perfetto.dev opens it, "
+        f"{output}: {noun} {_ranges(shown)} of {workers}{more}; https://ui.perfetto.dev opens it, "
         "and sends it nowhere"
     )
 

@@ -52,7 +52,7 @@ def test_the_trace_of_one_host_is_a_file_of_json(run: RunDir) -> None:
     assert write_trace(run.path, None, None) == said
     events = json.loads(Path("timeline.json").read_text())["traceEvents"]
     assert names(events, "process_name") == {"worker 0: stage 0", "worker 1: stage 1"}
-    said = f"own.json: steps 2 of 2 workers; {OPENS}"
+    said = f"own.json: step 2 of 2 workers; {OPENS}"
     assert write_trace(run.path, "2:2", Path("own.json")) == said
     events = json.loads(Path("own.json").read_text())["traceEvents"]
     assert {e["args"]["step"] for e in events if "step" in e.get("args", {})} == {2}

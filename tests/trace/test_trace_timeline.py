@@ -206,7 +206,7 @@ def test_steps_that_are_not_recorded_are_refused(
         RunRecord.read(run_dir).add_resume(options, process, 1)
     write_lives(run_dir, SCHEDULE, lives)
     since = "recorded since the run was resumed; " if resumed else "recorded; "
-    with pytest.raises(UsageError, match=rf"--steps 7:9: none of them is {since}steps 1-2 are "):
+    with pytest.raises(UsageError, match=rf"--steps 7:9: none of them is {since}recorded: 1-2 "):
         write_trace(tmp_path, "7:9", tmp_path / "t.json")
 
 

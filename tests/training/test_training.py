@@ -304,7 +304,7 @@ def test_frozen_layers(jobs: Jobs) -> None:
         (
             (),
             "def scheduler(o): return torch.optim.lr_scheduler.ReduceLROnPlateau(o)",
-            "ReduceLROnPlateau: needs the evaluation loss",
+            "ReduceLROnPlateau: needs evaluations",
         ),
         (
             ("--evaluate-every", "2"),
