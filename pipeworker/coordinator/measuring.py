@@ -156,6 +156,7 @@ class Measuring:
             frozen=self.frozen,
             shared_buffers=self.shared_buffers,
             device=names.pop() if len(names) == 1 else "",
+            batch_samples=outline.batch_samples,
         )
 
     @property

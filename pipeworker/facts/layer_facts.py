@@ -90,6 +90,7 @@ class NetworkFacts:
         skips: skip connections between layers.
         ties: pairs of layers that share a parameter, with the bytes of its gradient.
         samples: samples of the micro-batch that was measured.
+        batch_samples: samples of its mini-batch, over all replicas; 0 if unknown.
         speeds: how fast each worker of a replica computes, against the worker that measured; () if
             all compute alike.
         limits: bytes that each worker may use, None without a limit; () if none has one.
@@ -140,6 +141,7 @@ class NetworkFacts:
     replicas: int = 1
     shards_optimizer: bool = False
     device: str = ""
+    batch_samples: int = 0
 
     @property
     def is_possible(self) -> bool:

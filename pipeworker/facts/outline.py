@@ -56,6 +56,7 @@ class Outline:
         samples: samples of the micro-batch that layers are called with.
         input_bytes, target_bytes: bytes of that micro-batch.
         skips, ties: as in :class:`pipeworker.facts.layer_facts.NetworkFacts`.
+        batch_samples: samples of the mini-batch, over all replicas.
     """
 
     kinds: tuple[LayerKind, ...]
@@ -67,13 +68,15 @@ class Outline:
     target_bytes: int = 0
     skips: tuple[LayerSkip, ...] = ()
     ties: tuple[LayerSkip, ...] = ()
+    batch_samples: int = 0
 
     def __post_init__(self) -> None:
         count, layers = len(self.kinds), len(self.of_layer)
         check(all(0 <= kind < count for kind in self.of_layer), "a layer of no kind")
         check(-1 <= self.loss < count, f"the loss is kind {self.loss}")
         check_names(self.types, "names of types")
-        check(min(self.samples, self.input_bytes, self.target_bytes) >= 0, "a negative size")
+        sizes = (self.samples, self.batch_samples, self.input_bytes, self.target_bytes)
+        check(min(sizes) >= 0, "a negative size")
         for skip in (*self.skips, *self.ties):
             inside = 0 <= skip.source <= skip.target < layers
             check(inside and skip.bytes >= 0, f"a skip to layer {skip.target}")

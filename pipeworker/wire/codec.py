@@ -24,7 +24,7 @@ from pipeworker.errors import ProtocolError
 from pipeworker.wire.messages.directions import FromWorker, Message, ToWorker
 from pipeworker.wire.messages.presence import Hello
 
-VERSION = 20
+VERSION = 21
 MAX_FRAME_BYTES = 16 << 20
 _MAX_HOST = 256  # characters of a host name that an error shows
 _UNICODE_ERRORS = "surrogatepass"

@@ -94,8 +94,7 @@ def outline_of(found: Found, loaded: LoadedWorker) -> tuple[Outline | None, str]
 
 def _complete(outline: Outline, output: bytes, loaded: LoadedWorker) -> Outline:
     batch = loaded.reader.peek()
-    samples = -(-batch.batch.samples // batch.batch.microbatches)
-    return with_loss(outline, output, batch.targets[0], samples)
+    return with_loss(outline, output, batch.targets[0], batch.batch)
 
 
 def measure(

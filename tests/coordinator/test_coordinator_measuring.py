@@ -38,6 +38,7 @@ OUTLINE = Outline(
     loss=3,
     types=("torch.Size",),
     samples=4,
+    batch_samples=15,
     input_bytes=64,
     target_bytes=8,
     skips=(LayerSkip(0, 4, 12),),
@@ -79,6 +80,7 @@ def test_unlike_layers_are_measured_once_by_as_many_workers_as_there_are() -> No
         skips=OUTLINE.skips,
         ties=OUTLINE.ties,
         samples=4,
+        batch_samples=15,
         speeds=(1.0, 1.0, 1.0),
         limits=(1000, 1000, 1000),  # a host's memory, which three workers share
         base_bytes=50,

@@ -66,12 +66,15 @@ def split(placement: Placement, microbatches: int = 4) -> Schedule:
     return connect("zb", microbatches, placement, zero_bubble(placement, microbatches))
 
 
-def view_of(plan: Planned, *choices: Alternative, measured: bool = True) -> PlanView:
+def view_of(
+    plan: Planned, *choices: Alternative, measured: bool = True, samples: int = 0
+) -> PlanView:
     layers = sum(plan.balance)
     facts = NetworkFacts(
         tuple(LayerFacts("Linear", parameters=1000 * (n + 1)) for n in range(layers)),
         samples=8,
         measured=measured,
+        batch_samples=samples,
     )
     return PlanView.of(plan, facts, choices)
 
@@ -113,6 +116,7 @@ def test_samples_are_those_of_a_mini_batch(view: PlanView) -> None:
     two = gpipe().placement.copies(2)
     copies = resolve("gpipe").build(two, 4, ("never",) * 3)
     assert view_of(planned(copies)).samples == 2 * 4 * 8
+    assert view_of(view.planned, samples=29).samples == 29  # the last micro-batches have fewer
 
 
 def test_a_plan_that_exceeds_a_limit_does_not_fit() -> None:

@@ -43,6 +43,7 @@ class PlanView:
 
     Attributes:
         samples_each: samples of a micro-batch.
+        samples: samples of a mini-batch; if they are unknown, those of micro-batches of that size.
         measured: whether seconds were measured; else they are shares of counted operations.
         spans: when each worker computes what, by worker.
         choices: this plan among plans for other schedules and numbers of stages.
@@ -50,6 +51,7 @@ class PlanView:
 
     planned: Planned
     samples_each: int
+    samples: int
     measured: bool
     stages: tuple[StageView, ...]
     spans: tuple[tuple[Span, ...], ...]
@@ -78,17 +80,13 @@ class PlanView:
         return PlanView(
             planned,
             facts.samples,
+            facts.batch_samples
+            or facts.samples * schedule.microbatches * schedule.placement.replicas,
             facts.measured,
             stages,
             timeline(schedule, costs),
             tuple(choices),
         )
-
-    @property
-    def samples(self) -> int:
-        """Samples of a mini-batch whose micro-batches all have the measured size."""
-        schedule = self.planned.schedule
-        return self.samples_each * schedule.microbatches * schedule.placement.replicas
 
     def samples_per_second(self, planned: Planned) -> float:
         """Return the samples of this plan's mini-batch that a plan trains on in a second."""

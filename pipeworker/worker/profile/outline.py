@@ -14,6 +14,7 @@ from pipeworker.facts.connections import Tie
 from pipeworker.facts.layer_facts import LayerSkip
 from pipeworker.facts.layer_names import layer_of, split_numbered
 from pipeworker.facts.outline import LayerKind, Outline
+from pipeworker.facts.step import Batch
 from pipeworker.worker.profile.alike import digest, key_of
 from pipeworker.worker.profile.measure import LayerCall
 from pipeworker.worker.profile.signature import ValueSignature, input_ranges
@@ -166,8 +167,8 @@ def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def with_loss(outline: Outline, output: bytes, target: Any, samples: int) -> Outline:
-    """Return an outline with the kind of the loss, for a micro-batch's `target`."""
+def with_loss(outline: Outline, output: bytes, target: Any, batch: Batch) -> Outline:
+    """Return an outline with the kind of the loss, for the `target` of a micro-batch."""
     tensors = distinct_tensors(target)
     shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
     layers = len(outline.of_layer)
@@ -177,6 +178,7 @@ def with_loss(outline: Outline, output: bytes, target: Any, samples: int) -> Out
         outline,
         kinds=(*outline.kinds, loss),
         loss=len(outline.kinds),
-        samples=samples,
+        samples=-(-batch.samples // batch.microbatches),
+        batch_samples=batch.samples,
         target_bytes=sum(tensor.nbytes for tensor in tensors),
     )

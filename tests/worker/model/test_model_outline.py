@@ -15,6 +15,7 @@ import pipeworker
 from pipeworker.facts.connections import Tie
 from pipeworker.facts.layer_facts import LayerSkip
 from pipeworker.facts.outline import LayerKind, Outline
+from pipeworker.facts.step import Batch
 from pipeworker.host.position import Tracker
 from pipeworker.job.file import JobFile
 from pipeworker.job.options import Options
@@ -202,10 +203,10 @@ def test_a_network_that_needs_numbers_has_no_outline() -> None:
 def test_the_loss_is_a_kind_by_output_target_and_layers() -> None:
     outline = outlined([nn.Linear(8, 4)], torch.zeros(2, 8))
     output = found([nn.Linear(8, 4)], torch.zeros(2, 8))["output"]
-    whole = with_loss(outline, output, torch.zeros(2, 4), 2)
+    whole = with_loss(outline, output, torch.zeros(2, 4), Batch(0, 7, 4, 0))
     assert (whole.loss, whole.kinds[1].layer, whole.kinds[1].input) == (1, 1, output)
-    assert (whole.samples, whole.target_bytes) == (2, 4 * 8)
-    other = with_loss(outline, output, torch.zeros(2), 2)
+    assert (whole.samples, whole.batch_samples, whole.target_bytes) == (2, 7, 4 * 8)
+    other = with_loss(outline, output, torch.zeros(2), Batch(0, 7, 4, 0))
     assert other.kinds[1].digest != whole.kinds[1].digest
 
 
