@@ -95,7 +95,7 @@ def check_failed(run: Run, status: int) -> str:
         ("forward", 2, 2, 3, ("--recompute", "never")),
         ("recompute", 1, 2, 2, ("--recompute", "always")),
         ("backward", 0, 2, 3, ("--recompute", "never")),
-        ("backward", 3, 1, 2, ("--recompute", "always")),
+        pytest.param("backward", 3, 1, 2, ("--recompute", "always"), marks=slow),
     ],
 )
 def test_a_layer_that_raises(

@@ -37,6 +37,7 @@ from pipeworker.record.weights.initial_weights import InitialWeights
 from pipeworker.runs.begin import PreparedRun
 from pipeworker.wire.lines import Verdict
 from support.in_process.checkpoints import part, save_worker_files
+from support.slow import mostly_slow
 
 RUN = RunDir(Path("runs/run"))
 SAVED = RUN.checkpoints.at(2)
@@ -207,7 +208,7 @@ def describe_again(path: Path) -> None:
         manifest.write_text(json.dumps({k: v for k, v in content.items() if k != "crc32"}))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", mostly_slow(FILES, 3), ids=lambda path: path.name)
 def test_anything_in_place_of_a_file(
     invoke: Callable[[str, Callable[[], object]], Result], path: Path
 ) -> None:
@@ -261,7 +262,7 @@ def replaced(value: Any, at: tuple[Any, ...]) -> Any:
     return copy
 
 
-@pytest.mark.parametrize("path", [*JSON, WEIGHTS[0]], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", mostly_slow([*JSON, WEIGHTS[0]], 3), ids=lambda path: path.name)
 def test_any_value_in_place_of_another(
     invoke: Callable[[str, Callable[[], object]], Result], sound: Path, path: Path
 ) -> None:

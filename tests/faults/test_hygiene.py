@@ -133,8 +133,12 @@ def test_no_unfinished_checkpoint_stays(jobs: Jobs) -> None:
 
 @pytest.mark.parametrize(
     "killed",
-    [(), ("stage 0",), ("agent",), ("launcher", "agent")],
-    ids=["none", "stage", "agent", "both"],
+    [
+        pytest.param((), marks=slow, id="none"),
+        pytest.param(("stage 0",), id="stage"),
+        pytest.param(("agent",), marks=slow, id="agent"),
+        pytest.param(("launcher", "agent"), id="both"),
+    ],
 )
 def test_no_socket_stays(start: Callable[..., Live], killed: tuple[str, ...]) -> None:
     """The processes of a data loader have sockets, whose paths may have 107 characters.
@@ -167,10 +171,10 @@ def test_nothing_is_left_when_launcher_and_agent_are_killed_at_once(
     live.check_gone()
 
 
-@pytest.mark.parametrize("process", ["coordinator", "agent"])
-def test_a_stopped_process_ends_with_its_launcher(start: Callable[..., Live], process: str) -> None:
-    live = start(cold=True)  # the launcher is its parent
-    os.kill(live.pid(process), signal.SIGSTOP)
+def test_stopped_processes_end_with_their_launcher(start: Callable[..., Live]) -> None:
+    live = start(cold=True)  # the launcher is their parent
+    for process in ("coordinator", "agent"):
+        os.kill(live.pid(process), signal.SIGSTOP)
     os.kill(live.pid("launcher"), signal.SIGKILL)
     live.check_gone()
 
@@ -284,6 +288,7 @@ if "launch" in sys.orig_argv:
 """A module whose objects Python removes when it no longer handles signals."""
 
 
+@slow
 def test_a_signal_while_the_launcher_exits_leaves_the_status_of_the_job(
     jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ from pipeworker.timings import DEFAULT
 from support.processes.nanobind import without_reports
 from support.real_jobs.jobs import COMMAND, Jobs, Run, cpu_seconds, processes_of, until
 from support.real_jobs.sources import JOB
-from support.slow import slow
+from support.slow import mostly_slow, slow
 
 WORDS = ("--stages", "2", "--microbatches", "2")
 FULL = Path("/dev/full")
@@ -145,7 +145,10 @@ FILLS = """
 
 @root
 @pytest.mark.parametrize(
-    "where", ["plan.json", "metrics.jsonl", "evaluation.jsonl", "checkpoints/", "summary.json"]
+    "where",
+    mostly_slow(
+        ["plan.json", "evaluation.jsonl", "metrics.jsonl", "summary.json", "checkpoints/"], 2
+    ),
 )
 def test_a_disk_that_fills_up(jobs: Jobs, big_disk: Path, where: str) -> None:
     path = big_disk / "run"
@@ -286,6 +289,7 @@ def test_closed_streams(jobs: Jobs, closed: tuple[int, ...]) -> None:
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
+@slow
 def test_a_full_standard_output_does_not_end_the_job(jobs: Jobs) -> None:
     job_file, refused = str(jobs.write(JOB)), "standard output: cannot be written: No space left"
     for number, words in enumerate(([], ["--json"])):

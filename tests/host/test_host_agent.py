@@ -202,7 +202,7 @@ def test_text_that_torch_prints_at_its_import_is_no_event(tmp_path: Path) -> Non
     assert sorted(ended.stderr.splitlines()[:3]) == ["a backend", "its child", "its library"]
 
 
-@pytest.mark.parametrize("remote", [True, False])
+@pytest.mark.parametrize("remote", [True, pytest.param(False, marks=slow)])
 def test_a_worker_whose_coordinator_does_not_answer_names_both(remote: bool) -> None:
     """In a later generation no check precedes its start; a job on one host needs no advice."""
     code = SILENT.replace("True", str(remote))

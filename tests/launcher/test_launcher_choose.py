@@ -18,6 +18,7 @@ from launcher.options import JOB_PARAMETERS
 from pipeworker.errors import UsageError
 from pipeworker.runs.begin import RunRequest
 from support.real_jobs.sources import JOB
+from support.slow import slow
 
 
 def options_of(*line: str, **defaults: object) -> tuple[str, ...]:
@@ -88,6 +89,7 @@ def job_file(tmp_path: Path) -> Path:
     return path
 
 
+@slow
 @pytest.mark.usefixtures("users_defaults", "users_device")
 def test_a_dry_run_prints_the_input_of_kubectl(job_file: Path) -> None:
     line = [*ON, "--dry-run", "--stages", "4", "--nodes", "2", "--seed", "3", str(job_file)]

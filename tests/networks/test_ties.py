@@ -237,7 +237,7 @@ CUT = """
 """
 
 
-@pytest.mark.parametrize("stages", ["1", "3"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=slow), "3"])
 def test_the_loss_may_use_parameters_of_a_cut_module_that_the_last_layer_has(
     jobs: Jobs, stages: str
 ) -> None:
@@ -403,7 +403,10 @@ TABLES_CUT = """
 """
 
 
-@pytest.mark.parametrize("source", [TABLES, TABLES + TABLES_CUT], ids=["sequence", "cut"])
+@pytest.mark.parametrize(
+    "source",
+    [pytest.param(TABLES, marks=slow, id="sequence"), pytest.param(TABLES + TABLES_CUT, id="cut")],
+)
 def test_stages_have_the_same_tables(jobs: Jobs, source: str) -> None:
     words = ("--microbatches", "3", "--no-profile")
     one = jobs.train("--stages", "1", *words, source=source)

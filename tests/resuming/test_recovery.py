@@ -46,7 +46,7 @@ def quiet(reference: Reference) -> Record:
         pytest.param(
             "exit", "the worker of stage 1 exited with status 0 (layer 2 (Dies), ", marks=slow
         ),
-        ("stop", "has not answered for 3 s"),
+        pytest.param("stop", "has not answered for 3 s", marks=slow),
         ("raise", "layer 2 (Dies) raised ConnectionError: no route"),
     ],
 )
@@ -134,6 +134,7 @@ def test_a_lost_coordinator_is_replaced(jobs: Jobs, quiet: Record) -> None:
     assert not any(folder.exists() for folder in left)
 
 
+@slow
 def test_a_coordinator_lost_behind_a_stopped_launcher_is_replaced(jobs: Jobs) -> None:
     """The launcher has not read of the last snapshots: the one of which it has is still there."""
     endless = gated(JOB.replace("range(6)", "range(400)"), when="_ == 390")

@@ -119,7 +119,7 @@ def _calls(checkpoint: Path) -> int:
     return calls
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=slow)])
 def test_a_signal_saves_a_checkpoint_and_no_later_step_is_lost(
     jobs: Jobs, number: signal.Signals
 ) -> None:
@@ -149,7 +149,7 @@ def test_a_signal_saves_a_checkpoint_and_no_later_step_is_lost(
     assert [row["loss"] for row in done.metrics] == [row["loss"] for row in whole.metrics]
 
 
-@pytest.mark.parametrize("stages", ["1", "3"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=slow), "3"])
 def test_a_signal_does_not_wait_for_an_evaluation(jobs: Jobs, stages: str) -> None:
     """The pass of the interrupted run has no end; the resumed run begins with a whole one."""
     source = RICH.replace(

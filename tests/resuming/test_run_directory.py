@@ -15,6 +15,7 @@ from pipeworker.record.metrics.rows import Rows
 from pipeworker.runs.begin import RunRequest
 from support.real_jobs.jobs import Jobs, ended, pids_of, until
 from support.real_jobs.sources import JOB, gated
+from support.slow import mostly_slow
 
 
 def test_a_resumed_run_follows_no_link(jobs: Jobs) -> None:
@@ -99,7 +100,7 @@ DIES_ONCE += """
 """Its fourth mini-batch waits for the test; the worker that reads it dies if there is a file."""
 
 
-@pytest.mark.parametrize("lost", ["", "worker", "coordinator"])
+@pytest.mark.parametrize("lost", mostly_slow(["worker", "coordinator", ""], 3))
 def test_a_run_continues_in_its_directory_when_that_is_moved(jobs: Jobs, lost: str) -> None:
     words = ("--stages", "2", "--checkpoint-every", "2", "--csv", "--evaluate-every", "1")
     process, path = jobs.start(*words, source=DIES_ONCE)

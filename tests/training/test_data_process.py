@@ -88,7 +88,7 @@ def quiet(reference: Reference) -> Record:
     return reference(*WORDS, *HERE, source=READS)
 
 
-@pytest.mark.parametrize("victim", ["0", "1"])
+@pytest.mark.parametrize("victim", ["0", pytest.param("1", marks=slow)])
 def test_nothing_is_read_again_when_a_worker_is_lost(
     jobs: Jobs, quiet: Record, victim: str
 ) -> None:

@@ -178,11 +178,7 @@ def saved(path: Path) -> int:
     return max((int(p.name[5:]) for p in path.glob("checkpoints/step-*")), default=-1)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [*(pytest.param(name, marks=slow) for name in ("torchrun", "slurm")), "ssh"],
-    indirect=True,
-)
+@slow
 def test_a_job_that_is_notified_and_loses_a_host_ends_as_undisturbed(
     kind: Kind, quiet: Record
 ) -> None:

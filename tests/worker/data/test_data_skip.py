@@ -31,7 +31,7 @@ from support.in_process.data_sources import (
     round_trip,
     together,
 )
-from support.slow import slow
+from support.slow import mostly_slow, slow
 
 SAMPLES, BATCH = 18, 3
 LENGTH = SAMPLES // BATCH
@@ -204,7 +204,7 @@ def check(again: Reader, expected: list[Any]) -> None:
 PLACES = sorted(itertools.product((1, LENGTH, LENGTH + 4), (False, True)), key=sum)
 
 
-@pytest.mark.parametrize("kind", SKIPPED)
+@pytest.mark.parametrize("kind", mostly_slow(SKIPPED, 3))
 def test_mini_batches_before_the_position_are_not_loaded(kind: str) -> None:
     make, most = SKIPPED[kind]
     for place, (again, expected) in zip(PLACES, resumed(make, *PLACES), strict=True):

@@ -15,6 +15,7 @@ from support.in_process.layers import data, mlp, mse
 from support.in_process.pipelines import MODES, Pipeline, Way, filled
 from support.in_process.plain_loop import assert_equal, plain
 from support.pure.orders import always, zero_bubble
+from support.slow import slow
 
 PLACEMENTS = [
     *(Placement.identity(k) for k in (1, 2, 4)),
@@ -43,7 +44,7 @@ def counting(count: int, tensor: bool) -> Callable[[Any, Any], Any]:
 
 
 @pytest.mark.parametrize("tensor", [True, False], ids=["tensor", "number"])
-@pytest.mark.parametrize("optimizer", [sgd, adam])
+@pytest.mark.parametrize("optimizer", [pytest.param(sgd, marks=slow), adam])
 @pytest.mark.parametrize("count", [3, 7, 48])
 def test_counted_losses_equal_a_loop_that_divides_at_the_end(
     count: int, optimizer: Any, tensor: bool

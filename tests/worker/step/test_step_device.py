@@ -23,6 +23,7 @@ from support.in_process.layers import Pop, Stash, data, mse
 from support.in_process.pipelines import Pipeline, filled
 from support.in_process.plain_loop import Batches, Loss, assert_equal
 from support.in_process.transport import MemoryLink
+from support.slow import slow
 
 MICROBATCHES = 4
 SKIPS = [Skip(0, 4, "kept")]
@@ -73,8 +74,10 @@ def open_pipeline(
     ("eager", "mode", "loss"),
     [
         (((), ("compute", "receives"), ("sends",)), "never", mse),
-        ((("sends", "receives"), (), ("compute",)), "always", mse),
-        ((("compute",), ("sends", "receives"), ()), "except_first", counted),
+        pytest.param((("sends", "receives"), (), ("compute",)), "always", mse, marks=slow),
+        pytest.param(
+            (("compute",), ("sends", "receives"), ()), "except_first", counted, marks=slow
+        ),
         ((("compute",), ("offloads", "sends"), ("compute", "receives")), "offload", mse),
     ],
 )

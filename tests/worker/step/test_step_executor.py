@@ -27,6 +27,7 @@ from support.draws import draws
 from support.in_process.layers import Apply, Layer, data, mse
 from support.in_process.pipelines import MODES, Pipeline, filled
 from support.in_process.plain_loop import Batches, Loss, Trained, assert_equal, plain
+from support.slow import mostly_slow
 
 
 def fill_drain(
@@ -82,7 +83,7 @@ def mlp() -> list[nn.Module]:
     return [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2)]
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 3, 7])
+@pytest.mark.parametrize("microbatches", [1, *mostly_slow([7, 2, 3], 3)])
 def test_equals_the_plain_loop(microbatches: int) -> None:
     check(mlp(), data(7, 7, 7), microbatches=microbatches)
 

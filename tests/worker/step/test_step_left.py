@@ -20,6 +20,7 @@ from support.in_process.channels import outstanding
 from support.in_process.layers import data, mse
 from support.in_process.pipelines import MODES, Pipeline, Way, filled
 from support.pure.orders import Which, always, depth_first, never, zero_bubble
+from support.slow import mostly_slow, slow
 
 PLACEMENTS = [
     *(Placement.identity(k) for k in (1, 4)),
@@ -106,7 +107,7 @@ def pipeline_of(way: Way, lanes: int = 1) -> Pipeline:
 
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("recompute", MODES)
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("placement", mostly_slow(PLACEMENTS, 2), ids=str)
 def test_nothing_is_left_after_a_step(placement: Placement, recompute: str, lanes: int) -> None:
     pipeline = pipeline_of(filled(placement, recompute), lanes)
     for step in (1, 2):  # frames are described in the first step, and known in the second
@@ -115,7 +116,7 @@ def test_nothing_is_left_after_a_step(placement: Placement, recompute: str, lane
 
 
 @pytest.mark.parametrize("recomputed", [never, always])
-@pytest.mark.parametrize("order", ["zero bubble", "depth first"])
+@pytest.mark.parametrize("order", ["zero bubble", pytest.param("depth first", marks=slow)])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_nothing_is_left_after_split_backwards(
     placement: Placement, order: str, recomputed: Which
@@ -133,7 +134,7 @@ def test_nothing_is_left_after_split_backwards(
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("placement", mostly_slow(PLACEMENTS, 2), ids=str)
 def test_nothing_is_left_after_an_evaluation_pass(placement: Placement, lanes: int) -> None:
     pipeline = pipeline_of(filled(placement), lanes)
     pipeline.step(1, last=False)

@@ -92,7 +92,9 @@ def test_a_stage_that_returns_its_input_keeps_it_from_the_next_one_on_its_worker
     assert_equal(pipeline.train(2), expected)
 
 
-@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("1f1b", "zbv") else slow) for name in MANY]
+)
 def test_every_schedule_adds_replicas_and_tied_weights_in_order(name: str) -> None:
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2)]

@@ -44,7 +44,7 @@ def net() -> list[nn.Module]:
     return [nn.Linear(6, 8), nn.Tanh(), Noise(), nn.Linear(8, 6), nn.Linear(6, 2)]
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, pytest.param(5, marks=slow)])
+@pytest.mark.parametrize("replicas", [1, 3, *(pytest.param(n, marks=slow) for n in (2, 5))])
 def test_results_equal_the_loop_that_adds_replicas_in_order(replicas: int) -> None:
     """The network has dropout; over all cases each mode has each number of stages."""
     layers, batches = net(), data(*SIZES)
@@ -256,7 +256,7 @@ def test_gradients_of_any_dtype_and_layout_are_reduced() -> None:
     assert_equal(pipeline.train(len(batches)), expected)
 
 
-@pytest.mark.parametrize("replicas", [2, 3, pytest.param(8, marks=slow)])
+@pytest.mark.parametrize("replicas", [3, *(pytest.param(n, marks=slow) for n in (2, 8))])
 def test_a_sharded_optimizer_equals_a_whole_one(replicas: int) -> None:
     """Eight replicas are more than a stage has parameters."""
     layers, batches = net(), data(*SIZES)

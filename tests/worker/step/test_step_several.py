@@ -22,7 +22,7 @@ from support.in_process.layers import Apply, Layer, Noise, Pop, Stash, data, mlp
 from support.in_process.pipelines import MODES, Pipeline, Way, filled
 from support.in_process.plain_loop import Batches, Trained, assert_equal, plain
 from support.pure.orders import Orders, Which, by, depth_first, legal, written
-from support.slow import slow
+from support.slow import mostly_slow, slow
 
 LOOPED, VEE = Placement.looped(2, 2), Placement(((0, 3), (1, 2)))
 TOGETHER = Placement(((0, 1, 2, 3),))
@@ -185,7 +185,7 @@ SKIPPING: dict[str, tuple[list[Callable[[], nn.Module]], tuple[Skip, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SKIPPING)
+@pytest.mark.parametrize("name", mostly_slow(SKIPPING, 3))
 def test_skip_connections_on_one_worker_and_across(name: str) -> None:
     """Every pair of stages is on one worker in one placement, and on two in another."""
     makers, skips = SKIPPING[name]
@@ -212,7 +212,7 @@ def tied() -> list[nn.Module]:
     return [*layers, Noise(), nn.Linear(6, 2)]
 
 
-@pytest.mark.parametrize("recompute", MODES)
+@pytest.mark.parametrize("recompute", mostly_slow(MODES, 2))
 def test_tied_weights_on_one_worker_and_across(recompute: str) -> None:
     """Gradients of the uses are added in model order, for any placement."""
     batches = data(8, 8, 8)
@@ -392,7 +392,7 @@ def test_a_change_that_a_view_on_another_stage_would_show_is_rejected(
 @pytest.mark.parametrize(
     "placement", [*map(Placement.identity, (1, 2, 4)), *PLACEMENTS.values(), TOGETHER], ids=str
 )
-@pytest.mark.parametrize("recompute", MODES)
+@pytest.mark.parametrize("recompute", mostly_slow(MODES, 2))
 def test_batch_norm_statistics_are_updated_once(placement: Placement, recompute: str) -> None:
     layers = [nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 2)]
     batches = data(8, 8, 8)

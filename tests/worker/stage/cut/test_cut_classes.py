@@ -15,6 +15,7 @@ from pipeworker.errors import UsageError
 from pipeworker.worker.stage.cut.classes import hide_stand_ins
 from support.in_process.cut_modules import Whole, cut, mse, pipeline_of, sgd
 from support.in_process.plain_loop import plain
+from support.slow import mostly_slow
 
 WIDTH = 8
 
@@ -59,7 +60,7 @@ def vectors() -> Iterator[Any]:
         yield torch.randn(4, WIDTH), torch.randn(4, WIDTH)
 
 
-@pytest.mark.parametrize("name", ASKS)
+@pytest.mark.parametrize("name", mostly_slow(ASKS, 2))
 def test_the_class_of_a_tensor_is_the_same_on_every_stage(name: str) -> None:
     torch.manual_seed(3)
     module, batches = Asking(ASKS[name]), list(vectors())

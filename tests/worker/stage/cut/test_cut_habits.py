@@ -28,6 +28,7 @@ from support.in_process.cut_modules import (
 from support.in_process.layers import noisy
 from support.in_process.pipelines import Pipeline, filled
 from support.in_process.plain_loop import assert_equal, plain
+from support.slow import mostly_slow
 
 
 class Biased(nn.Module):
@@ -256,21 +257,24 @@ class Watched(nn.Module):
 
 @pytest.mark.parametrize(
     "make",
-    [
-        Biased,
-        Called,
-        Cached,
-        Disabling,
-        Shifting,
-        Filling,
-        HookedBackward,
-        Located,
-        Padded,
-        Selecting,
-        Watched,
-        partial(Strided, looks=False),
-        partial(Strided, looks=True),
-    ],
+    mostly_slow(
+        [
+            Biased,
+            Called,
+            Cached,
+            Disabling,
+            Shifting,
+            Filling,
+            HookedBackward,
+            Located,
+            Padded,
+            Selecting,
+            Watched,
+            partial(Strided, looks=False),
+            partial(Strided, looks=True),
+        ],
+        2,
+    ),
 )
 def test_a_module_with_a_habit_equals_its_own_forward(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(3)
