@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pipeworker.environment import timings
 from pipeworker.errors import PipeworkerError
@@ -50,7 +50,7 @@ class CoordinatorProcess:
         try:
             process = self._process = start_coordinator()
             self._process.send(lines.Configuration(options, run_dir, token, host, parent_rank=0))
-            self.endpoint = self._wait_for_endpoint()
+            self.endpoint, begun = self._wait_for_endpoint()
         except BaseException as error:  # an interrupt too
             if process is not None:
                 process.close_input()
@@ -59,26 +59,30 @@ class CoordinatorProcess:
             run.close()
             self._notify(REPORTED_BY_CALLER)
             raise
-        self._thread = threading.Thread(target=self._forward, name="coordinator", daemon=True)
+        self._thread = threading.Thread(
+            target=self._forward, args=(begun,), name="coordinator", daemon=True
+        )
         self._thread.start()
 
-    def _wait_for_endpoint(self) -> str:
+    def _wait_for_endpoint(self) -> tuple[str, Sequence[lines.FromCoordinator]]:
+        """Return the endpoint, and the events that came behind it; forward those before it."""
         error, more = "the coordinator did not start: see its log in the run directory", True
         while more:
             events, more = self._process.receive()
-            for event in events:
+            for place, event in enumerate(events, 1):
                 if isinstance(event, lines.Bound):
-                    return event.endpoint
+                    return event.endpoint, events[place:]
                 if isinstance(event, lines.Verdict):
                     error, more = event.error or event.status, False
+                else:  # a warning, as of a log that cannot be written
+                    self._notify(event)
         self._process.wait(timings().exit)
         raise PipeworkerError(error)
 
-    def _forward(self) -> None:
+    def _forward(self, events: Sequence[lines.FromCoordinator]) -> None:
+        """Forward events, and all that the coordinator sends after them."""
         more = True
-        while more:
-            events, more = self._process.receive()
-            self._last_heard = time.monotonic()
+        while True:
             for event in events:
                 if isinstance(event, lines.Verdict):
                     self._verdict = event
@@ -90,6 +94,10 @@ class CoordinatorProcess:
                 self._notify(event)
             for warning in self._hooks.warnings():
                 self._notify(warning)
+            if not more:
+                return
+            events, more = self._process.receive()
+            self._last_heard = time.monotonic()
 
     def _notify(self, event: lines.FromCoordinator) -> None:
         """Forward an event; the loss of the terminal ends the job as an interrupt does."""

@@ -1,4 +1,4 @@
-"""How long rank 0 waits for the verdict of its coordinator."""
+"""The events of rank 0's coordinator, and how long rank 0 waits for its verdict."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeworker.ranks.coordinator_process import CoordinatorProcess
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs.begin import PreparedRun
 from pipeworker.timings import DEFAULT
-from pipeworker.wire.lines import Bound, FromCoordinator, KeepAlive, Verdict
+from pipeworker.wire.lines import Bound, FromCoordinator, KeepAlive, Verdict, Warned
 
 DONE = Verdict("done", 0, 3, 1.0, (0,), 0.5, None)
 
@@ -53,6 +53,17 @@ class SlowCoordinator:
 
     def wait(self, seconds: float) -> int:
         return 0
+
+
+class WarningCoordinator(SlowCoordinator):
+    """A coordinator that warns before it is bound, and again, with its verdict, at once after."""
+
+    def receive(self) -> tuple[list[FromCoordinator], bool]:
+        events: list[FromCoordinator] = []
+        if self.lines:
+            events = [Warned("before"), Bound("tcp://host:1"), Warned("after"), DONE]
+            self.lines = []
+        return events, bool(events)
 
 
 class InterruptedCoordinator(SlowCoordinator):
@@ -99,3 +110,17 @@ def test_a_coordinator_that_waits_for_the_disk_is_waited_for(
     assert process.finish(0) == 0
     assert slow.now > 5 * DEFAULT.verdict
     assert (shown[-1], closed) == (DONE, [DONE])
+
+
+def test_events_that_arrive_together_with_the_endpoint_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = list[FromCoordinator]()
+    monkeypatch.setattr(coordinator_process, "start_coordinator", WarningCoordinator)
+    options, closed = Options("job.py", 1, 1), list[Any]()
+    run = SimpleNamespace(options=options, run_dir=RunDir(tmp_path), close=closed.append)
+    process = CoordinatorProcess(cast(PreparedRun, run), "token", "host", shown.append)
+    assert process.endpoint == "tcp://host:1"
+    assert process.finish(0) == 0
+    assert shown == [Warned("before"), Warned("after"), DONE]
+    assert closed == [DONE]
