@@ -162,15 +162,16 @@ def have_common_elements(tensors: Sequence[torch.Tensor]) -> bool:
 @lru_cache(256)
 def _meet(views: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]) -> bool:
     """Return whether views of a storage meet: item size, offset in items, shape and strides."""
-    if len({size for size, *_ in views}) > 1:
+    full = [view for view in views if 0 not in view[2]]  # one without elements meets none
+    if len({size for size, *_ in full}) > 1:
         return True
     ends = [
         offset + sum(step * (count - 1) for step, count in zip(stride, shape, strict=True))
-        for _, offset, shape, stride in views
+        for _, offset, shape, stride in full
     ]
-    first = min(offset for _, offset, *_ in views)
-    seen = torch.zeros(max(0, *ends) + 1 - first, dtype=torch.bool, device="cpu")
-    for _, offset, shape, stride in views:
+    first = min((offset for _, offset, *_ in full), default=0)
+    seen = torch.zeros(max(ends, default=0) + 1 - first, dtype=torch.bool, device="cpu")
+    for _, offset, shape, stride in full:
         elements = seen.as_strided(shape, stride, offset - first)
         if elements.any():
             return True

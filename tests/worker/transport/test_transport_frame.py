@@ -130,6 +130,14 @@ def test_halves_of_a_tensor_have_no_common_elements() -> None:
     assert layouts.have_common_elements([base[3], base.view(torch.int16)[3]])
 
 
+def test_views_without_elements_have_none_in_common() -> None:
+    """The last element of one of them would lie before its first."""
+    empty = torch.zeros(1000)[::100][5:5]
+    assert not layouts.have_common_elements([empty, empty.view(1, 0)])
+    base = torch.zeros(4)
+    assert not layouts.have_common_elements([base, base[4:], base[4:].view(torch.int16)])
+
+
 @given(laid_out())
 def test_only_distinct_elements_move(tensor: torch.Tensor) -> None:
     distinct = 1
