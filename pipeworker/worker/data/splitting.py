@@ -81,7 +81,8 @@ def concatenate_outputs(outputs: Sequence[Any]) -> Any:
         )
 
     def concatenate(parts: Sequence[Any]) -> Any:
-        if isinstance(parts[0], torch.Tensor):
+        plain = [part for part in parts if not isinstance(part, torch.Tensor)]
+        if not plain:
             if not all(part.dim() for part in parts):
                 raise UsageError(
                     "predict(): the model's output has a tensor without dims; keep dim 0, the batch"
@@ -94,8 +95,10 @@ def concatenate_outputs(outputs: Sequence[Any]) -> Any:
                     f"micro-batches: {sizes} without the batch; pad it"
                 )
             return torch.cat(list(parts))
-        first, *others = parts
-        if any(type(part) is not type(first) or not _equal(part, first) for part in others):
+        first, *others = plain
+        if len(plain) < len(parts) or any(
+            type(part) is not type(first) or not _equal(part, first) for part in others
+        ):
             raise UsageError(
                 f"predict(): the model's output has {a_type(first)} that is not the "
                 "same in each micro-batch; put it into a tensor, or leave it out"

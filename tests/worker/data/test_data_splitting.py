@@ -35,6 +35,8 @@ def test_the_output_of_one_micro_batch_may_have_any_value() -> None:
         ([torch.zeros(2, 3), torch.zeros(2, 4)], r"not of one size .* \[3\] and \[4\]"),
         ([(torch.zeros(1), 1), (torch.zeros(1), 2)], "an int that is not the same"),
         ([(torch.zeros(1), 1), (torch.zeros(1), 1.0)], "an int that is not the same"),
+        ([(torch.zeros(1), None), (torch.zeros(1),) * 2], "a NoneType that is not the same"),
+        ([(torch.zeros(1),) * 2, (torch.zeros(1), None)], "a NoneType that is not the same"),
         ([(torch.zeros(1), numpy.zeros(2))] * 2, "a ndarray that is not the same"),
         ([[torch.zeros(1)], [torch.zeros(1)] * 2], "another structure in each micro-batch"),
     ],
