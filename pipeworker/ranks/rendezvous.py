@@ -22,7 +22,12 @@ import msgspec
 from pipeworker.environment import timings
 from pipeworker.errors import AGAIN, PipeworkerError, RendezvousError, UsageError, of_status
 from pipeworker.host.descriptors import check_available
-from pipeworker.ranks.coordinator_process import CoordinatorProcess, EventListener, failure_text
+from pipeworker.ranks.coordinator_process import (
+    REPORTED_BY_CALLER,
+    CoordinatorProcess,
+    EventListener,
+    failure_text,
+)
 from pipeworker.ranks.rank_info import RankInfo, wait_until
 from pipeworker.runs.begin import PreparedRun
 from pipeworker.wire.interfaces import connection_error
@@ -164,7 +169,11 @@ class _Host:
             run = begin(max(peer.restart for peer in (own, *peers.values())))
             seen = [peer.master for peer in peers.values() if peer.identity != own.identity]
             one_host = not seen
-            address = self._info.coordinator_address(run.options.interface, seen)
+            try:
+                address = self._info.coordinator_address(run.options.interface, seen)
+            except UsageError:  # nothing remains of a run that cannot begin
+                run.close(REPORTED_BY_CALLER, began=False)
+                raise
             on_event = _listener(run, listen)
             published = "" if token else new_token()
             if published and not one_host:  # on one host the coordinator listens on loopback

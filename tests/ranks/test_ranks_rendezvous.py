@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -13,6 +15,7 @@ from torch import distributed
 from pipeworker.errors import UsageError
 from pipeworker.ranks.rank_info import RankInfo
 from pipeworker.ranks.rendezvous import PeerInfo, rendezvous
+from pipeworker.runs.begin import PreparedRun, RunRequest
 from pipeworker.timings import DEFAULT
 
 INFO = RankInfo(0, 2, 0, 1, "127.0.0.1", 1)
@@ -58,3 +61,28 @@ def test_rank_0_waits_a_moment_only_for_one_that_has_ended(monkeypatch: pytest.M
     _, _, thread = rejecting(0.2, monkeypatch)
     thread.join(30)
     assert not thread.is_alive()
+
+
+def test_nothing_remains_of_a_run_whose_coordinator_has_no_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command with another interface begins it."""
+    job, run_dir = tmp_path / "job.py", tmp_path / "run"
+    job.write_text("")
+    options = {"interface": "lo"}
+    request = RunRequest(str(job), None, options, run_dir, ranks=2)
+
+    def begin(_: int) -> PreparedRun:
+        prepared = request.prepare()
+        assert (run_dir / "run.json").exists()
+        return prepared
+
+    info = dataclasses.replace(INFO, address="localhost")
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    monkeypatch.setattr(RankInfo, "open_store", lambda _: store)
+    monkeypatch.setattr("pipeworker.ranks.rendezvous.wait_until", lambda done, *_: None)
+    monkeypatch.setattr("pipeworker.ranks.rendezvous.secrets.token_hex", lambda _: "key")
+    store.set("pipeworker/job/key/here/1", PEER.encode())
+    with pytest.raises(UsageError, match="--interface lo: other hosts of this job cannot reach"):
+        rendezvous(info, "job", begin, lambda _: print)
+    assert not run_dir.exists()
