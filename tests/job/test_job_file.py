@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
-import operator
 import os
 import sys
 import textwrap
-from collections import OrderedDict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +18,7 @@ from torch import nn
 from pipeworker.errors import UsageError
 from pipeworker.job import file as job_file
 from pipeworker.job.file import JobFile
+from pipeworker.job.layers import entries
 
 GOOD = {
     "model": "def model(): return [nn.Linear(2, 2), nn.ReLU]",
@@ -47,7 +46,7 @@ def load(path: Path, *arguments: str) -> JobFile:
 def test_a_good_file(tmp_path: Path) -> None:
     job = load(write(tmp_path))
     assert job.scheduler is None
-    assert len(job_file.entries(job)) == 2
+    assert len(entries(job.model())) == 2
     assert job.data() == []
 
 
@@ -103,7 +102,8 @@ def test_a_name_that_is_missing_or_wrong(
     ],
 )
 def test_other_accepted_kinds_of_names(tmp_path: Path, lines: dict[str, Any]) -> None:
-    assert job_file.entries(load(write(tmp_path, **lines)))
+    model = load(write(tmp_path, **lines)).model
+    assert entries(model() if job_file.is_function(model) else model)
 
 
 def test_no_file(tmp_path: Path) -> None:
@@ -191,96 +191,6 @@ def test_classes_of_the_file_can_be_pickled(tmp_path: Path) -> None:
 # The model.
 
 
-def job(model: Any) -> JobFile:
-    return JobFile(model, torch.sum, torch.optim.Adam, [], None)
-
-
-class Own(nn.Sequential):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (
-            lambda: nn.ModuleList([nn.Linear(1, 1)]),
-            r"model\(\) returned a ModuleList; return a list of layers: list\(layers\)$",
-        ),
-        (
-            lambda: nn.ModuleDict({"a": nn.Linear(1, 1)}),
-            r"returned a ModuleDict; return a list of layers: list\(layers\.values\(\)\)$",
-        ),
-        (lambda: None, r"model\(\) returned a NoneType; return an nn.Module or a list"),
-        (
-            lambda: torch.compile(nn.Sequential(nn.ReLU())),
-            "returned an OptimizedModule, which cannot be divided; return the module itself, "
-            "before torch.compile, and use --compile",
-        ),
-        (
-            lambda: torch.jit.script(nn.Sequential(nn.ReLU())),
-            r"model\(\) returned a RecursiveScriptModule, which cannot be divided",
-        ),
-        (list, "returned no layers; return at least one for each stage"),
-        (nn.Sequential(), "returned no layers"),
-        ([nn.ReLU(), 3], r"layer 1 of model\(\) is an int; make it an nn.Module or a function"),
-    ],
-)
-def test_a_model_that_is_no_sequence_of_layers(model: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        job_file.entries(job(model))
-
-
-def test_a_sequential_whose_forward_was_replaced_is_no_sequence() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    assert job_file.is_sequence(model)
-    model.forward = lambda x: 2 * x  # type: ignore[method-assign]
-    assert not job_file.is_sequence(model)
-
-
-def test_a_module_with_a_forward_of_its_own_is_cut() -> None:
-    layers: dict[str, nn.Module] = {"one": nn.ReLU()}
-    for model in (Own(nn.ReLU()), nn.Linear(1, 1)):
-        found: list[nn.Module] = []
-
-        def cut(module: nn.Module, found: list[nn.Module] = found) -> dict[str, nn.Module]:
-            found.append(module)
-            return layers
-
-        assert job_file.entries(job(model), cut=cut) == layers
-        assert found == [model]
-
-
-def test_entries_are_the_layers_in_order() -> None:
-    layers = [nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)]
-    for model in (layers, tuple(layers), nn.Sequential(*layers), lambda: nn.Sequential(*layers)):
-        assert job_file.entries(job(model)) == dict(zip("012", layers, strict=True))
-    named = nn.Sequential(OrderedDict(embed=layers[0], head=layers[2]))
-    assert job_file.entries(job(named)) == {"embed": layers[0], "head": layers[2]}
-
-
-def test_callables_are_built_only_when_asked() -> None:
-    built = []
-
-    def make() -> nn.Module:
-        built.append(1)
-        return nn.ReLU()
-
-    (entry,) = job_file.entries(job([make])).values()
-    assert built == []
-    assert isinstance(job_file.build(entry, 0), nn.ReLU)
-    assert built == [1]
-    module = nn.ReLU()
-    assert job_file.build(module, 0) is module
-
-
-def test_a_callable_that_builds_something_else() -> None:
-    with pytest.raises(UsageError, match=r"layer 4 of model\(\) was built as an int"):
-        job_file.build(lambda: 3, 4)  # type: ignore[arg-type,return-value]
-    with pytest.raises(UsageError, match=r"layer 4 of model\(\) was built as a dict; build an"):
-        job_file.build(dict, 4)  # type: ignore[arg-type]
-
-
 def test_the_documented_example_is_a_job(tmp_path: Path) -> None:
     path = tmp_path / "job.py"
     path.write_text(
@@ -304,7 +214,7 @@ def test_the_documented_example_is_a_job(tmp_path: Path) -> None:
         )
     )
     made = load(path)
-    assert [type(entry) for entry in job_file.entries(made).values()] == [nn.Linear, nn.ReLU]
+    assert [type(entry) for entry in entries(made.model()).values()] == [nn.Linear, nn.ReLU]
     assert isinstance(made.optimizer([nn.Parameter(torch.ones(1))]), torch.optim.AdamW)
 
 
@@ -381,16 +291,3 @@ def test_a_job_file_finds_none_of_the_repositorys_own_modules(tmp_path: Path) ->
     importlib.import_module("launcher.engines.ssh")
     load(write(tmp_path))
     assert not [name for name in sys.modules if name.partition(".")[0] in ("cli", "launcher")]
-
-
-def test_a_function_of_one_argument_is_a_layer() -> None:
-    entries = [nn.Linear(2, 2), torch.relu, lambda x: x.flatten(1), nn.ReLU]
-    found = list(job_file.entries(job(entries)).values())
-    assert [type(one).__name__ for one in found[:3]] == ["Linear", "relu", "lambda"]
-    assert found[3] is nn.ReLU
-    assert isinstance(found[1], nn.Module)
-    assert found[1](torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
-    # A class builds a layer, also if it has one argument.
-    for wrong in (lambda x, y: x, nn.Linear, nn.LayerNorm, operator.add):
-        with pytest.raises(UsageError, match=r"layer 0 of model\(\)"):
-            job_file.entries(job([wrong]))

@@ -14,6 +14,7 @@ from torch import nn
 from pipeworker.errors import UsageError
 from pipeworker.job import file as job_file
 from pipeworker.job import signatures
+from pipeworker.job.layers import build, entries
 from pipeworker.job.options import Options
 
 TENSOR = torch.ones(2)
@@ -99,7 +100,7 @@ def check(**names: Any) -> job_file.JobFile:
 )
 def test_a_wrong_signature_is_reported(name: str, value: Any, expected: str) -> None:
     with pytest.raises(UsageError) as caught:
-        job_file.entries(check(**{name: value}))
+        entries(check(**{name: value}).model())
     assert expected in str(caught.value)
 
 
@@ -209,11 +210,11 @@ def block(width: int, height: int, bias: bool = True) -> nn.Module:
 def test_a_layer_builder_that_needs_arguments_is_reported(
     entry: Callable[..., Any], expected: str
 ) -> None:
-    def build() -> None:
-        job_file.build(job_file.entries(check(model=[nn.ReLU(), entry]))["1"], 1)
+    def attempt() -> None:
+        build(entries([nn.ReLU(), entry])["1"], 1)
 
     with pytest.raises(UsageError) as caught:
-        build()
+        attempt()
     shown = str(caught.value)
     assert shown.startswith("layer 1 of model() is the ")
     assert all(part in shown for part in expected.split(".*"))
@@ -224,9 +225,9 @@ def test_an_exception_of_a_layer_builder_propagates() -> None:
         return block()  # type: ignore[call-arg]
 
     for made in (builder, Failing()):
-        (entry,) = job_file.entries(check(model=[made])).values()
+        (entry,) = entries([made]).values()
         with pytest.raises(TypeError, match="missing 2 required positional arguments: 'width' and"):
-            job_file.build(entry, 0)
+            build(entry, 0)
 
 
 def test_a_sum_over_one_micro_batch_is_not_noted() -> None:

@@ -15,6 +15,7 @@ from pipeworker.facts.layer_names import LayerNames, layer_of, numbered, split_n
 from pipeworker.facts.position import Phase
 from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
+from pipeworker.job import layers as job_layers
 from pipeworker.job.file import JobFile
 from pipeworker.plan.ties import check_declared, declared
 from pipeworker.record.weights.conversions import Conversion, describe_adapters
@@ -74,7 +75,7 @@ class Model:
         tracker.set(Phase.BUILDING)
         self._seed_all()
         try:
-            named = job_file.entries(job, lambda _: self._made(), self._cut, _is_sequence)
+            named = job_layers.entries(self._made(), self._cut)
         except BaseException as error:
             blame.blame_user("model()", error, early=True, note=_hint(error))
         self.names = self._names_of(job, list(named))
@@ -95,14 +96,14 @@ class Model:
                 self._note_names(index, entry)
         self.borrowing = Borrowing(self._places.__getitem__, self._origins.__getitem__)
 
-    def _names_of(self, job: JobFile, layers: list[str]) -> LayerNames:
+    def _names_of(self, job: JobFile, names: list[str]) -> LayerNames:
         if job.names and self.cut is not None:
             raise UsageError(
                 "names: are of a list of layers; model() returned a module, whose own names files "
                 "have"
             )
         try:
-            return LayerNames(job_file.prefixes(layers, job.names))
+            return LayerNames(job_layers.prefixes(names, job.names))
         except ProtocolError as error:
             if not job.names:
                 raise
@@ -132,8 +133,10 @@ class Model:
         self._seed_all()
         return make()
 
-    def _cut(self, module: nn.Module) -> dict[str, nn.Module]:
-        """Return the layers of a module that is no sequence."""
+    def _cut(self, module: Any) -> dict[str, nn.Module] | None:
+        """Return the layers of a module that is no sequence; None for a sequence."""
+        if _is_sequence(module):
+            return None
         if self._plan_of is None:
             raise UsageError(f"model() returned {a_type(module)}; return a list of layers")
         reject_lazy(module)
@@ -295,7 +298,7 @@ class Model:
             if not isinstance(entry, nn.Module):
                 seed = rng.build_seed(self._seed, index)
                 rng.seed_all(seed, rng.accelerator_generator(self._device))
-                built = job_file.build(entry, index)
+                built = job_layers.build(entry, index)
                 reject_lazy(built, index)
                 own = dict(built.named_parameters())
                 keys = [k for k in keys if k in own and self._first_places[own[k]]]
@@ -365,7 +368,7 @@ def shared_buffers(
 
 def _is_sequence(model: Any) -> bool:
     """Return whether a model is a sequence of layers, without a hook that none of them has."""
-    return job_file.is_sequence(model) and not (isinstance(model, nn.Module) and is_hooked(model))
+    return job_layers.is_sequence(model) and not (isinstance(model, nn.Module) and is_hooked(model))
 
 
 def _hint(error: BaseException) -> str:

@@ -30,6 +30,7 @@ from pipeworker.facts.connections import Skip
 from pipeworker.facts.position import Phase
 from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
+from pipeworker.job import layers as job_layers
 from pipeworker.plan.skips import match
 from pipeworker.worker import blame
 from pipeworker.worker.device.device import to_device
@@ -69,7 +70,7 @@ class Survey:
         is_cut: whether the layers are those of a cut module, which gets its real input.
     """
 
-    entries: Sequence[job_file.Entry]
+    entries: Sequence[job_layers.Entry]
     seed: int
     device: torch.device
     precision: str = "fp32"
@@ -170,7 +171,7 @@ def skips_of(found: Found) -> tuple[Skip, ...]:
     return match(found["events"], found["classes"])
 
 
-def fresh_layer(entry: job_file.Entry, index: int, seed: int, *, real: bool = True) -> nn.Module:
+def fresh_layer(entry: job_layers.Entry, index: int, seed: int, *, real: bool = True) -> nn.Module:
     """Build or copy a layer: the layer that will train must not change.
 
     A callable may return the same module each time, for example one of a pretrained network, so
@@ -180,7 +181,7 @@ def fresh_layer(entry: job_file.Entry, index: int, seed: int, *, real: bool = Tr
     if isinstance(entry, nn.Module):
         return _copied(entry, real=real)
     rng.seed_all(rng.build_seed(seed, index))
-    built = job_file.build(entry, index)
+    built = job_layers.build(entry, index)
     reject_lazy(built, index)
     if not real:
         return built

@@ -21,7 +21,7 @@ from torch import nn
 from pipeworker.errors import UsageError
 from pipeworker.facts.connections import Tie
 from pipeworker.facts.layer_names import layer_of, numbered, split_numbered
-from pipeworker.job.file import Entry
+from pipeworker.job.layers import Entry
 from pipeworker.worker.internals import move_hooks, version_of
 from pipeworker.worker.stage.cut.units import computed_attributes
 from pipeworker.worker.stage.values import is_dense
