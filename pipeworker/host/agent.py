@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from typing_extensions import assert_never
@@ -207,6 +208,8 @@ class Agent:
             )
             status = process.run(settings)
             _run_exit_handlers()
+        except BaseException:  # no worker is there to report it
+            traceback.print_exc()
         finally:
             os._exit(status)
 

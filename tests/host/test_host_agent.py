@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import pytest
@@ -61,6 +62,22 @@ def test_a_worker_without_memory_for_its_ring_cannot_start(monkeypatch: pytest.M
     agent.Agent(cast(Any, None), remote=False).fork(request("tcp://127.0.0.1:1"))
     text = "cannot start the worker of rank 3: Cannot allocate memory"
     assert sent == [CannotStart(3, 1, text)]
+
+
+def test_what_ends_a_forked_child_before_it_is_a_worker_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> NoReturn:
+        raise RuntimeError("not even a worker")
+
+    pids: list[int] = []
+    monkeypatch.setattr(agent, "_send", lambda _: None)
+    monkeypatch.setattr(agent, "SignalSocket", lambda _: None)
+    watcher = SimpleNamespace(close=fail, add=pids.append)
+    agent.Agent(cast(Any, watcher), remote=False).fork(request("tcp://127.0.0.1:1"))
+    _, status = os.waitpid(pids[0], 0)
+    assert os.waitstatus_to_exitcode(status) == 1
+    assert capfd.readouterr().err.endswith("RuntimeError: not even a worker\n")
 
 
 HOSTILE = """
