@@ -16,6 +16,7 @@ import msgspec
 
 from pipeworker.errors import ProtocolError, UsageError
 from pipeworker.facts.criterion import Criterion
+from pipeworker.facts.limits import MOST_MICROBATCHES
 from pipeworker.job.interval import Interval
 from pipeworker.job.renamed import written
 from pipeworker.plan import text
@@ -34,7 +35,6 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 MAX_STAGES = 1 << 16
 MAX_REPLICAS = 1 << 8  # each is connected to each other
 MAX_THREADS = 1 << 12  # more than any host has cores
-MAX_MICROBATCHES = 1 << 20  # that messages can speak of
 EPOCH = "epoch"
 """A value for a number of steps: at each end of the data."""
 BEST = "loss"
@@ -51,7 +51,7 @@ _RANGES: dict[str, tuple[int, int]] = {
     "stages": (1, MAX_STAGES),
     "virtual_stages": (1, MAX_STAGES),
     "replicas": (1, MAX_REPLICAS),
-    "microbatches": (1, MAX_MICROBATCHES),  # by default a multiple of those before
+    "microbatches": (1, MOST_MICROBATCHES),  # by default a multiple of those before
     **dict.fromkeys(("seed", "max_restarts"), (0, _MOST)),
     "threads": (1, MAX_THREADS),
     **dict.fromkeys(("accumulate", "keep", "steps", "epochs"), (1, _MOST)),

@@ -17,11 +17,10 @@ from pipeworker.coordinator.store import KeyValueStore
 from pipeworker.coordinator.waiting import State
 from pipeworker.errors import ProtocolError
 from pipeworker.facts.layer_facts import LayerFacts
-from pipeworker.facts.limits import LONGEST_TEXT, LONGEST_VALUE, MOST_KEYS, MOST_MICROBATCHES
+from pipeworker.facts.limits import LONGEST_TEXT, LONGEST_VALUE, MOST_KEYS
 from pipeworker.facts.outline import LayerKind, Outline
 from pipeworker.facts.position import Position
 from pipeworker.facts.step import Batch
-from pipeworker.job import options
 from pipeworker.wire import codec
 from pipeworker.wire.messages.directions import FromWorker
 from pipeworker.wire.messages.plan import Built, Described, Plan, Ready
@@ -277,7 +276,6 @@ def test_a_reply_of_the_store_fits_a_frame() -> None:
 
 
 def test_values_in_range_are_accepted() -> None:
-    assert options.MAX_MICROBATCHES == MOST_MICROBATCHES
     assert Batch(0, 1, 4, 0)
     assert Described(0, ("Linear",), ())
     assert EvaluationDone(0, 1, 0, None)
