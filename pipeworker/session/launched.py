@@ -16,9 +16,8 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from pipeworker.display.figures import evaluation_line
 from pipeworker.display.progress import JobProgress
@@ -26,10 +25,10 @@ from pipeworker.display.style import Style
 from pipeworker.errors import PipeworkerError, UsageError, a_type, of_status
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.job.options import Options
-from pipeworker.job.renamed import reject_batch_size, reject_renamed, written
+from pipeworker.job.renamed import written
 from pipeworker.record.run_record import read_summary
 from pipeworker.record.rundir import RunDir
-from pipeworker.session.options import option_names
+from pipeworker.session.options import option_names, reject_unknown
 from pipeworker.session.process import notebook_shell
 
 _INTERRUPTED = 130
@@ -155,33 +154,35 @@ def command_words(
     Raises:
         UsageError: an argument has a wrong type, or an option is unknown or not available here.
     """
-    words, where = ["launch", "--json"], "pipeworker.launch(): "
+    words, where = ["launch", "--json"], "pipeworker.launch()"
     resumed = options.get("run_dir" if options.get("resume") is True else "resume")
     if job_file is None and not resumed:
-        raise UsageError(f"{where}job_file: missing; give its path, or resume=RUN")
+        raise UsageError(f"{where}: job_file: missing; give its path, or resume=RUN")
     if not isinstance(job_file, (str, Path, type(None))):
         raise UsageError(
-            f"{where}job_file: is {a_type(job_file)}; give the path of a job file, or call "
+            f"{where}: job_file: is {a_type(job_file)}; give the path of a job file, or call "
             "pipeworker.train, which takes functions"
         )
     if isinstance(arguments, str):
-        raise UsageError(f"{where}arguments: is a string; give a list: {arguments.split()}")
+        raise UsageError(f"{where}: arguments: is a string; give a list: {arguments.split()}")
     if not isinstance(arguments, Sequence) or isinstance(arguments, bytes):
-        raise UsageError(f"{where}arguments: is {a_type(arguments)}; give a list of words")
+        raise UsageError(f"{where}: arguments: is {a_type(arguments)}; give a list of words")
     for word in (*map(str, arguments), str(job_file)):
         if "\0" in word:
-            raise UsageError(f"{where}{word!r} has a null character, and no command can have one")
+            raise UsageError(f"{where}: {word!r} has a null character, and no command can have one")
     for name, value in options.items():
         if name in _OF_THE_COMMAND:
-            raise UsageError(f"{where}{name}: {_OF_THE_COMMAND[name]}; leave it out")
-        if name not in _OPTIONS and value is not None:
-            _reject(name, value, where)
+            raise UsageError(f"{where}: {name}: {_OF_THE_COMMAND[name]}; leave it out")
         option = written(name)
+        if name not in _OPTIONS and value is not None:
+            typed = [option] if value is True else [option, str(value)]
+            advice = f"is it for the job file? Write: arguments={typed}"
+            reject_unknown(name, _OPTIONS, where, advice)
         match value:
             case None:
                 pass
             case bool() if name not in _FLAGS:
-                raise UsageError(f"{where}{name}: is {value}; give its value")
+                raise UsageError(f"{where}: {name}: is {value}; give its value")
             case True:
                 words.append(option)
             case False:
@@ -197,23 +198,6 @@ def command_words(
     if job_file is not None:
         words.append(str(job_file))
     return [*words, *(["--", *map(str, arguments)] if arguments else [])]
-
-
-def _reject(name: str, value: Any, where: str) -> NoReturn:
-    """Reject an unknown option; advise on what it may be.
-
-    Raises:
-        UsageError: always.
-    """
-    reject_renamed(name, _OPTIONS, str, "{}={}".format, where)
-    reject_batch_size(name, _OPTIONS, str, where)
-    if meant := get_close_matches(name, sorted(_OPTIONS), 1):
-        raise UsageError(f"{where}{name}: no such option; did you mean {meant[0]}?")
-    word = written(name)
-    words = [word] if value is True else [word, str(value)]
-    raise UsageError(
-        f"{where}{name}: no such option; is it for the job file? Write: arguments={words}"
-    )
 
 
 class _Job:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pipeworker.errors import UsageError, a_type
 from pipeworker.job.file import has_begun_to_load
@@ -80,12 +80,21 @@ def check_options(options: Mapping[str, Any], excluded: Mapping[str, str], where
             raise UsageError(f"{where}: {name}: here its name is {own}; use that")
         if reason := excluded.get(own):
             raise UsageError(f"{where}: {name}: {reason}; leave it out")
-        reject_renamed(name, {*known, "allow_change"}, str, "{}={}".format, f"{where}: ")
-        reject_batch_size(name, known, str, f"{where}: ")
         if name not in known:
-            meant = get_close_matches(name, known, 1)
-            advice = f"did you mean {meant[0]}?" if meant else f"use one of {', '.join(known)}"
-            raise UsageError(f"{where}: {name}: no such option; {advice}")
+            reject_unknown(name, {*known, "allow_change"}, where, f"use one of {', '.join(known)}")
+
+
+def reject_unknown(name: str, known: Collection[str], where: str, advice: str) -> NoReturn:
+    """Reject an option that the call `where` does not have: one of another name, or a wrong one.
+
+    Raises:
+        UsageError: always; with the `advice`, unless the message has a better one.
+    """
+    reject_renamed(name, known, str, "{}={}".format, f"{where}: ")
+    reject_batch_size(name, known, str, f"{where}: ")
+    if meant := get_close_matches(name, sorted(known), 1):
+        advice = f"did you mean {meant[0]}?"
+    raise UsageError(f"{where}: {name}: no such option; {advice}")
 
 
 def checked_path(where: str, path: object) -> Path:
