@@ -181,10 +181,19 @@ def test_the_process_ends_with_the_job(jobs: Jobs, killed: str) -> None:
         assert process.returncode == 0
 
 
-def test_data_that_cannot_pass_is_read_by_the_worker(jobs: Jobs, reference: Reference) -> None:
+@pytest.mark.parametrize(
+    ("odd", "why"),
+    [
+        ("lambda: 0", "it cannot be pickled"),
+        ("type('Odd', (), {'__reduce__': lambda _: (int, ('x',))})()", "it cannot be unpickled"),
+    ],
+)
+def test_data_that_cannot_pass_is_read_by_the_worker(
+    jobs: Jobs, reference: Reference, odd: str, why: str
+) -> None:
     source = READS.replace(
         "yield torch.randn(length, 8), torch.randint(0, 3, (length,))",
-        "odd = (lambda: 0) if number > 2 else None\n"
+        f"odd = ({odd}) if number > 2 else None\n"
         "            yield (torch.randn(length, 8), odd), torch.randint(0, 3, (length,))",
     ).replace("nn.Linear(8, 16), Dies", "First(), nn.Linear(8, 16), Dies")
     source = source.replace(
@@ -196,7 +205,7 @@ def test_data_that_cannot_pass_is_read_by_the_worker(jobs: Jobs, reference: Refe
     )
     run = jobs.train(*WORDS, source=source)
     assert_same(run, reference(*WORDS, *HERE, source=source))
-    assert "data() is read in the worker: it cannot be pickled" in run.log("worker-0")
+    assert f"data() is read in the worker: {why}" in run.log("worker-0")
 
 
 FAILS = READS.replace("length = random", "length = 1 // (number != 5) * random")

@@ -154,6 +154,7 @@ def receive(connection: socket.socket) -> Any:
     """Receive a value. Changes of its tensors are not seen by the sender, nor by other receivers.
 
     Raises:
+        CannotPass: it cannot be made again in this process.
         EOFError: the sender is gone.
         OSError: there is no memory, or no descriptor.
     """
@@ -181,7 +182,10 @@ def _unpack(data: bytearray | mmap.mmap) -> Any:
     begin = _HEAD.size + lengths.size
     _, *starts, _ = _starts([begin + length, *sizes])
     storages = [_storage(data, start, size) for start, size in zip(starts, sizes, strict=True)]
-    return _Unpickler(data[begin : begin + length], storages).load()
+    try:
+        return _Unpickler(data[begin : begin + length], storages).load()
+    except Exception as error:  # of the user's classes
+        raise CannotPass(f"it cannot be unpickled: {error!r:.300}") from None
 
 
 def _storage(data: bytearray | mmap.mmap, start: int, size: int) -> torch.UntypedStorage:

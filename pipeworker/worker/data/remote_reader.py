@@ -26,7 +26,7 @@ from pipeworker.worker.data.generators import (
     own_generators,
     restore_states,
 )
-from pipeworker.worker.data.packing import receive, send
+from pipeworker.worker.data.packing import CannotPass, receive, send
 from pipeworker.worker.data.reader import MicroBatches, Reader
 
 _COPIES = 3
@@ -251,6 +251,8 @@ class RemoteReader(Reader):
                 send(connection, request)
             self._wait(connection)
             reply: requests.Reply = receive(connection)
+        except CannotPass as error:
+            raise _CannotRead(str(error)) from None
         except (EOFError, OSError) as error:
             # The system may lack memory or descriptors for a request or a reply.
             reason = getattr(error, "strerror", None)
