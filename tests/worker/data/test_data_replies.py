@@ -9,8 +9,8 @@ import pytest
 
 from pipeworker.host import cgroups
 from pipeworker.worker.data.packing import Packed
-from pipeworker.worker.data.reader_process import Replies, Reply
 from pipeworker.worker.data.reader_requests import DataPlace
+from pipeworker.worker.data.replies import Replies, Reply
 
 
 def reply(before: DataPlace, after: DataPlace, size: int = 1, **more: bool) -> Reply:
