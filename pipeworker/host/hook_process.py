@@ -36,6 +36,7 @@ class HookProcess:
         self._warnings: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_over = self._is_killed = False
+        self._sending = threading.Lock()  # held until the first line, the setup, is sent
 
     def start(self, names: Collection[str]) -> None:
         """Start the process, unless it was or there are no hooks of these `names`.
@@ -78,7 +79,8 @@ class HookProcess:
         began, noted, why = time.monotonic(), False, ""
         if self._process is not None and not self._ended.is_set():
             self._is_over = True
-            self._process.send(JobOver())
+            with self._sending:
+                self._process.send(JobOver())
         while not why and not self._ended.wait(min(timings().poll, limit)):
             waited = time.monotonic() - began
             if interrupted():
@@ -105,15 +107,16 @@ class HookProcess:
             kill_group(self._process.pid)
 
     def _run(self) -> None:
-        try:
-            self._process = process = start_hooks()
-        except PipeworkerError as error:
-            self._warnings.put(f"hooks: {error}; no hook is called")
-            self._ended.set()
-            return
-        finally:
-            self._started.set()
-        process.send(HookSetup(self._options.to_json(), str(self._run_dir.path)))
+        with self._sending:
+            try:
+                self._process = process = start_hooks()
+            except PipeworkerError as error:
+                self._warnings.put(f"hooks: {error}; no hook is called")
+                self._ended.set()
+                return
+            finally:
+                self._started.set()
+            process.send(HookSetup(self._options.to_json(), str(self._run_dir.path)))
         more = True
         while more:
             received, more = process.receive()

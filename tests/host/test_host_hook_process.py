@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from pipeworker.host.line_process import LineProcess
 from pipeworker.job.options import Options
 from pipeworker.record.run_feed import Place, PlaceFile
 from pipeworker.record.rundir import RunDir
-from pipeworker.wire.lines import FromHooks, ToHooks, Verdict, Warned
+from pipeworker.wire.lines import FromHooks, HookSetup, JobOver, ToHooks, Verdict, Warned
 from support.real_jobs.jobs import until
 
 MISTAKE = Verdict("failed", UsageError.exit_status, 0, 0.0, (), 0.0, "wrong")
@@ -41,6 +42,35 @@ def test_the_place_of_hooks_is_kept_before_their_process_has_imported_the_job(
     assert places.places == {"on_step": Place(0)}
     places.close()
     hooks.finish(refuse, MISTAKE)
+
+
+class Interrupted(threading.Event):
+    """An event whose setter goes on only when the process has a line, or a moment later."""
+
+    line = threading.Event()
+
+    def set(self) -> None:
+        super().set()
+        self.line.wait(0.3)
+
+
+def test_the_setup_comes_first_if_the_job_ends_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A job may have no step to do, and end together with its plan."""
+    sent: list[ToHooks] = []
+
+    class Recorded(LineProcess[ToHooks, FromHooks]):
+        def send(self, event: ToHooks) -> None:
+            sent.append(event)
+            Interrupted.line.set()
+
+    monkeypatch.setattr(hook_process, "start_hooks", lambda: Recorded("h", ["cat"], FromHooks))
+    hooks = HookProcess(Options("job.py", 1, 1), RunDir(tmp_path))
+    monkeypatch.setattr(hooks, "_started", Interrupted())
+    hooks.start(("on_step",))
+    hooks.finish(lambda _: None, None, lambda: True)
+    assert [type(line) for line in sent] == [HookSetup, JobOver]
 
 
 def refuse(warned: Warned) -> None:
