@@ -89,6 +89,8 @@ def parse_memory(text: str) -> tuple[int, ...]:
 
 def format_option(name: str, value: Any) -> str:
     """Return an option as a command line writes it."""
+    if value is None or (value is False and name.startswith("no_")):  # which has no other form
+        return f"{written(name)} (by default)"
     if name == "schedule":
         value = text.name_of(str(value))
     if isinstance(value, bool):
@@ -97,7 +99,7 @@ def format_option(name: str, value: Any) -> str:
         value = shlex.join(map(str, value)) if name == "arguments" else ",".join(map(str, value))
     if name == "arguments":
         return f"-- {value}"
-    return f"{written(name)} {'(by default)' if value is None else shlex.quote(str(value))}"
+    return f"{written(name)} {shlex.quote(str(value))}"
 
 
 def format_by_origin(origins: Mapping[str, str], options: Mapping[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ import numpy
 import pytest
 
 from pipeworker.errors import UsageError
-from pipeworker.job.option_parsing import make_options
+from pipeworker.job.option_parsing import format_option, make_options
 
 
 def test_options_that_are_not_given_have_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,3 +119,19 @@ def test_an_even_balance_and_the_fastest_schedule() -> None:
     for more, text in (({"balance": "1,2"}, "--balance"), ({"virtual_stages": 2}, "--virtual")):
         with pytest.raises(UsageError, match=f"{text}.* leave {text}"):
             make_options("/job.py", 2, {"schedule": "auto", **more})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("csv", True, "--csv"),
+        ("csv", False, "--no-csv"),
+        ("no_profile", True, "--no-profile"),
+        ("no_profile", False, "--no-profile (by default)"),
+        ("steps", None, "--steps (by default)"),
+        ("memory", (1, 2), "--memory 1,2"),
+        ("arguments", ("a b", "c"), "-- 'a b' c"),
+    ],
+)
+def test_an_option_is_shown_as_a_command_line_writes_it(name: str, value: Any, text: str) -> None:
+    assert format_option(name, value) == text
