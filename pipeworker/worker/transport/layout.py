@@ -236,9 +236,14 @@ def buffer_for(layout: Layout, allocate: Callable[[int], torch.Tensor]) -> torch
 
 def aligned_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy with the strides and the alignment of the original."""
-    return unpack(pack(tensor).clone(), layout_of(tensor))
+    copy = pack(tensor).clone()
+    is_alike = copy.shape == tensor.shape and copy.stride() == tensor.stride()
+    if is_alike and (copy.data_ptr() - tensor.data_ptr()) % ALIGNMENT == 0:
+        return copy  # as nearly always
+    return unpack(copy, layout_of(tensor))
 
 
+@lru_cache(256)
 def _plain_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 

@@ -160,6 +160,14 @@ def test_overlapping_elements_arrive_as_a_contiguous_tensor(
     assert arrived.stride() == tensor.stride() or arrived.is_contiguous()
 
 
+@given(laid_out())
+def test_a_copy_has_the_layout_of_the_original_in_memory_of_its_own(tensor: torch.Tensor) -> None:
+    copy = layouts.aligned_copy(tensor)
+    assert same_bits(copy, tensor)
+    assert layouts.layout_of(copy) == layouts.layout_of(tensor.detach())
+    assert not layouts.have_common_elements([copy, tensor])
+
+
 def test_a_single_element_keeps_its_alignment() -> None:
     tensor = filled((4,))[3]
     copy = layouts.aligned_copy(tensor)
