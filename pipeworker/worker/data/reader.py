@@ -208,8 +208,9 @@ class Reader:
         if self.replicas > 1 and not whole:
             own, digest = block(count, self.replicas, self.replica), _digest(item)
         lent = _sole_owners(item) if any(self.lends) and not whole else frozenset()
+        lengths = sizes(samples, count)
         inputs, targets = (
-            split_value(value, count, own, lent if lends else frozenset())
+            split_value(value, lengths, own, lent if lends else frozenset())
             for value, lends in zip(item, self.lends, strict=True)
         )
         epoch = self._epoch.number if self._epoch else 0

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from pipeworker.errors import UsageError, a_type
-from pipeworker.plan.partition import sizes
 from pipeworker.worker.internals import pytree
 from pipeworker.worker.transport.layout import ALIGNMENT, aligned_copy
 
 
-def split_value(value: Any, count: int, own: range, lent: Collection[int]) -> list[Any]:
+def split_value(value: Any, lengths: list[int], own: range, lent: Collection[int]) -> list[Any]:
     """Split every tensor of a nested value along dim 0; plain values go to every micro-batch.
 
+    `lengths` has the samples of each micro-batch; those of the micro-batches in `own` are returned.
     The pieces are parts of a copy: ``data()`` may overwrite its memory with the next mini-batch,
     which is read while this one is still needed, and a first layer may work in place. Each piece
     has a version counter of its own. Only the samples of micro-batches in `own` are copied.
@@ -25,27 +25,27 @@ def split_value(value: Any, count: int, own: range, lent: Collection[int]) -> li
     be: the caller copies the pieces before ``data()`` continues.
     """
     if isinstance(value, torch.Tensor):
-        return _split_tensor(value, count, own, lent)
+        return _split_tensor(value, lengths, own, lent)
     leaves, structure = pytree.tree_flatten(value)
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    pieces = {key: _split_tensor(leaf, count, own, lent) for key, leaf in tensors.items()}
+    pieces = {key: _split_tensor(leaf, lengths, own, lent) for key, leaf in tensors.items()}
     split = [pieces.get(id(leaf)) or [leaf] * len(own) for leaf in leaves]
     numbers = range(len(own))
     return [pytree.tree_unflatten([piece[m] for piece in split], structure) for m in numbers]
 
 
 def _split_tensor(
-    tensor: torch.Tensor, count: int, own: range, lent: Collection[int]
+    tensor: torch.Tensor, lengths: list[int], own: range, lent: Collection[int]
 ) -> list[torch.Tensor]:
-    """Copy some of the `count` pieces of dim 0, aligned as they are in a copy of all."""
-    whole, lengths = tensor.detach(), sizes(len(tensor), count)
+    """Copy some of the pieces of dim 0, aligned as they are in a copy of all."""
+    whole, first = tensor.detach(), 0
     begin, end = sum(lengths[: own.start]), sum(lengths[: own.stop])
-    first = 0
-    if len(own) < count and whole.is_contiguous():  # else rows do not follow each other in memory
+    is_part = len(own) < len(lengths)
+    if is_part and whole.is_contiguous():  # else rows do not follow each other in memory
         row = max(1, whole[0].nbytes)
         first = begin - begin % (ALIGNMENT // math.gcd(row, ALIGNMENT))
         whole = whole[:end]
-    if id(tensor) in lent and len(own) == count and _is_like_a_copy(whole):
+    if id(tensor) in lent and not is_part and _is_like_a_copy(whole):
         rows = whole
     else:
         rows = aligned_copy(whole[first:])[begin - first : end - first]
