@@ -13,11 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pipeworker
+from pipeworker.host.signals import OF_ALL
 from pipeworker.host.streams import connect_to_null
 
 _PR_SET_PDEATHSIG = 1
-_IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that are sent to all processes of a job or host."""
 TRACKER_SECONDS = 2.0
 """How long a resource tracker may take to end after the processes that it serves."""
 _ROOT = str(Path(pipeworker.__file__).parents[1])
@@ -65,16 +64,21 @@ def start_survivor(name: str, follow: Callable[[int], None]) -> tuple[int, int]:
             try:
                 os.close(writes)
                 os.setsid()
-                for number in _IGNORED:
+                for number in OF_ALL:
                     signal.signal(number, signal.SIG_IGN)
                 connect_to_null(0, 1, 2)  # their other ends wait for all that have them
-                with suppress(OSError):  # Linux
-                    Path("/proc/self/comm").write_text(name)
+                name_process(name)
                 follow(reads)
             finally:
                 os._exit(0)
     os.close(reads)
     return pid, writes
+
+
+def name_process(name: str) -> None:
+    """Give this process, which was forked, the name that ``ps`` shows."""
+    with suppress(OSError):  # /proc may be missing
+        Path("/proc/self/comm").write_text(name)
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:

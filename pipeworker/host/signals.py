@@ -16,6 +16,8 @@ _DEADLY = (signal.SIGTERM, signal.SIGHUP)
 """The signals among them that end a process at once unless it handles them."""
 USUAL = (*ENDS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 """The signals whose handlers in programs raise exceptions, as at a time limit."""
+OF_ALL = (*ENDS, signal.SIGUSR1)
+"""The signals that all processes of a job or host receive: the launcher decides what they mean."""
 
 
 class SignalSocket:

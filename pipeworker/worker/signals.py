@@ -8,12 +8,12 @@ import threading
 from collections.abc import Iterable
 from functools import cache
 
-_ALL = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that are sent to all processes of a job or host: the launcher decides what they mean."""
+from pipeworker.host.signals import OF_ALL
+
 _forking = threading.local()
 
 
-def handle_signals(numbers: Iterable[int] = _ALL, wakeup: int = -1) -> None:
+def handle_signals(numbers: Iterable[int] = OF_ALL, wakeup: int = -1) -> None:
     """Have these signals do nothing but write their numbers to the descriptor `wakeup`.
 
     A child that the user's code forks writes nothing, and SIGTERM ends it: pools and
@@ -34,7 +34,7 @@ def _follow_forks() -> None:
 
 def _begin_fork() -> None:
     """Block signals: a child may be sent one before it has left this process's handlers."""
-    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ALL)
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, OF_ALL)
 
 
 def _end_fork() -> None:

@@ -11,7 +11,7 @@ import os
 import selectors
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from pipeworker.facts.position import Phase
 from pipeworker.facts.position import Position as WorkerPosition
 from pipeworker.host import streams
 from pipeworker.host.data_readers import UNFIT, ReadingClock
+from pipeworker.host.lifetime import name_process
 from pipeworker.job import file as job_file
 from pipeworker.job.file import JobFile
 from pipeworker.job.options import Options
@@ -295,8 +296,7 @@ class ReaderProcess:
 def run(connection: socket.socket, control: socket.socket, clock: ReadingClock) -> int:
     """Read data in a forked process of an agent; return its exit status."""
     handle_signals()
-    with suppress(OSError):  # it is shown by ps, and /proc may be missing
-        Path("/proc/self/comm").write_text("reader")
+    name_process("reader")
     detach_terminal()
     try:
         process = ReaderProcess(connection, control, clock)
