@@ -272,7 +272,8 @@ class Ties:
                 here = stage == self.stage
                 gradient = group.own[place].grad if here else next(streams[stage])
                 if total is not None and gradient is not None:
-                    total = total + gradient
+                    is_mixed = total.is_sparse and not gradient.is_sparse
+                    total = gradient + total if is_mixed else total + gradient  # as autograd does
                 elif gradient is not None:
                     total = gradient if here else gradient.clone()  # the channel reuses its buffer
             group.total = total

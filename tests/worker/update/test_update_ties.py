@@ -75,6 +75,23 @@ def test_places_are_added_in_model_order_whichever_stage_sent_them() -> None:
     assert ties.elsewhere == set()
 
 
+@pytest.mark.parametrize("is_sparse", [(True, False), (False, True), (True, True)])
+def test_a_sparse_gradient_of_an_embedding_is_added_to_that_of_another_place(
+    is_sparse: tuple[bool, bool],
+) -> None:
+    layers: dict[int, nn.Module] = {
+        n: nn.Embedding(5, 2, sparse=kind) for n, kind in enumerate(is_sparse)
+    }
+    ties = Ties(0, [Tie(("0.weight", "1.weight"), (0, 0))], layers, never)
+    for n, layer in layers.items():
+        (layer(torch.tensor([n, 2, 2])) * (n + 1)).sum().backward()
+    ties.reduce({0: ties})
+    total = ties.total(layers[0].get_parameter("weight"))
+    assert total is not None
+    assert total.is_sparse is all(is_sparse)
+    assert total.to_dense().tolist() == [[1.0] * 2, [2.0] * 2, [6.0] * 2, [0.0] * 2, [0.0] * 2]
+
+
 def test_a_place_without_a_gradient_is_left_out() -> None:
     layer = nn.Linear(1, 1, bias=False)
     ties = Ties(1, [Tie(("0.weight", "1.weight"), (0, 1))], {1: layer}, lambda _: nn.Linear(1, 1))
