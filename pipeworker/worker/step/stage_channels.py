@@ -18,9 +18,9 @@ from pipeworker.plan.actions import Edge, Payload
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.skips import StageSkips
 from pipeworker.worker.stage.stage import Stage
-from pipeworker.worker.stage.values import distinct_tensors, map_tensors
+from pipeworker.worker.stage.values import distinct_tensors, is_dense, map_tensors
 from pipeworker.worker.transport.channel import Receiver, Sender
-from pipeworker.worker.transport.layout import aligned_copy, have_common_elements
+from pipeworker.worker.transport.layout import aligned_copy, check_dense, have_common_elements
 from pipeworker.worker.transport.unchanged import Unchanged, counted
 
 Handler = Callable[[int], None]
@@ -177,6 +177,9 @@ def local_transfer(edge: Edge, source: StageChannels, target: StageChannels) -> 
         value = extract(mb)
         wants_grad: Sequence[bool] = ()
         if in_graph:  # each stage has a graph of its own
+            for tensor in distinct_tensors(value):
+                if not is_dense(tensor):
+                    check_dense(tensor)  # raises what a channel between workers raises
             value = map_tensors(counted, value)
             wants_grad = [tensor.requires_grad for tensor in distinct_tensors(value)]
             # The target may work in place, also on memory that leaves the source in another value.

@@ -94,6 +94,17 @@ def test_outputs_made_in_inference_mode_are_copied(placement: Placement) -> None
     assert pipeline.train(2).losses == expected.losses
 
 
+class Sparse(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to_sparse()
+
+
+@PLACEMENTS
+def test_an_output_that_is_sparse_is_an_error(placement: Placement) -> None:
+    with pytest.raises(PipeworkerError, match=r"^a torch\.sparse_coo tensor cannot pass .* dense"):
+        pipeline_of(Sparse(), placement).train(1)
+
+
 class Doubling(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2
