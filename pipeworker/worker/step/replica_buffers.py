@@ -14,11 +14,12 @@ from torch import nn
 from pipeworker.errors import UsageError
 from pipeworker.worker.internals import buffers_of, version_of
 from pipeworker.worker.stage.slots import Slot
-from pipeworker.worker.stage.values import bits_of, checksums, is_checked
+from pipeworker.worker.stage.values import bits_of, checksums, is_checked, is_dense
 
 _SMALL = 1 << 16
 """Bytes of a buffer that is sent after every mini-batch. Running statistics are small, and a change
-of theirs leaves no trace. A larger buffer is sent after it changed on any replica."""
+of theirs leaves no trace. A larger buffer is sent after it changed on any replica. One that is not
+dense cannot be sent, so it may not change."""
 
 
 class ReplicaBuffers:
@@ -28,8 +29,9 @@ class ReplicaBuffers:
         self._stage = stage
         self._layers = layers
         slots = [slot for slot, buffer in self._found() if buffer is not None]
-        self._small = [slot for slot in slots if _get(slot).nbytes <= _SMALL]
-        self._large = [slot for slot in slots if _get(slot).nbytes > _SMALL]
+        small = {slot for slot in slots if is_dense(_get(slot)) and _get(slot).nbytes <= _SMALL}
+        self._small = [slot for slot in slots if slot in small]
+        self._large = [slot for slot in slots if slot not in small]
         self._chosen: list[Slot] = []
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._mini_batches = 0
@@ -72,12 +74,10 @@ class ReplicaBuffers:
             if slot in self._untraced or is_traced or checksums(_get(slot)) == before:
                 continue
             if self._mini_batches > 1 and slot not in self._chosen:  # else they were equal
-                module, name = slot
-                place = next(name for name, m in self._layers.named_modules() if m is module)
-                layer, _, folder = f"{place}.{name}".partition(".")
+                layer, key = self._name_of(slot)
                 raise UsageError(
                     f"stage {self._stage}, layer {layer}: a forward has begun to change the buffer "
-                    f"`{folder}` without a trace (.data), so it may differ between the replicas; "
+                    f"`{key}` without a trace (.data), so it may differ between the replicas; "
                     "change it in place under torch.no_grad() instead, or from the first step on"
                 )
             self._untraced.add(slot)
@@ -92,9 +92,28 @@ class ReplicaBuffers:
         self._chosen = [*self._small, *created, *chosen]
 
     def pack(self, device: torch.device) -> torch.Tensor:
-        """Return the bytes of the chosen buffers on a device, of shape ``[total size]``."""
+        """Return the bytes of the chosen buffers on a device, of shape ``[total size]``.
+
+        Raises:
+            UsageError: one of them is sparse or nested.
+        """
+        for slot in self._chosen:
+            if not is_dense(_get(slot)):
+                layer, key = self._name_of(slot)
+                raise UsageError(
+                    f"stage {self._stage}, layer {layer}: a forward has made or changed the buffer "
+                    f"`{key}`, which is sparse or nested, so replicas cannot exchange it; make it "
+                    "dense, or use --replicas 1"
+                )
         found = [bits_of(_get(slot)).to(device) for slot in self._chosen]
         return torch.cat(found) if found else torch.zeros(1, dtype=torch.uint8, device=device)
+
+    def _name_of(self, slot: Slot) -> tuple[str, str]:
+        """Return the index of the layer that has a buffer, and the buffer's name there."""
+        module, name = slot
+        place = next(path for path, one in self._layers.named_modules() if one is module)
+        layer, _, key = f"{place}.{name}".partition(".")
+        return layer, key
 
     def unpack(self, packed: torch.Tensor) -> None:
         """Copy the bytes that :meth:`pack` returned on replica 0, where they differ."""

@@ -37,6 +37,7 @@ from pipeworker.worker.model.model import Model
 from pipeworker.worker.stage.layers import StageConfig
 from pipeworker.worker.stage.offload import Copies, StreamCopies
 from pipeworker.worker.stage.skips import StageSkips
+from pipeworker.worker.stage.slots import is_same
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.step.batch_feed import BatchFeed
 from pipeworker.worker.step.evaluation import EvaluationPass, Explain, PassFailed
@@ -329,7 +330,7 @@ class Pipeline:
                 assert (grad is None) == (other.grad is None)
                 assert grad is None or other.grad is None or torch.equal(grad, other.grad)
             copied = [b for layer in one.layers for b in layer.buffers()]
-            assert all(torch.equal(a, b) for a, b in zip(buffers, copied, strict=True))
+            assert all(is_same(a, b) for a, b in zip(buffers, copied, strict=True))
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         for index, layer in enumerate(self.layers):

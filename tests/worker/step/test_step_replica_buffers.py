@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -161,6 +163,34 @@ def test_a_buffer_that_the_first_forward_registers_is_made_equal_at_once() -> No
     pipeline.train(1)  # which asserts that replicas are equal
     (mean,) = pipeline.layers[0].buffers()
     assert bool(mean.any())
+
+
+class Graph(nn.Module):
+    """A layer with a sparse buffer, which it changes from its forward of a number on."""
+
+    def __init__(self, first: float) -> None:
+        super().__init__()
+        self.edges: torch.Tensor
+        self.register_buffer("edges", torch.eye(6).to_sparse(), persistent=False)
+        self.first, self.forwards = first, 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.forwards += 1
+        if self.forwards >= self.first:
+            self.edges = 2 * self.edges
+        return torch.sparse.mm(self.edges, x.T).T
+
+
+@pytest.mark.parametrize("first", [1, 6, math.inf])
+def test_a_sparse_buffer_may_not_change(first: float) -> None:
+    way = filled(Placement.identity(1, 2), "never")
+    layers = [nn.Linear(6, 6), nn.Sequential(Graph(first)), nn.Linear(6, 2)]
+    pipeline = Pipeline(layers, mse, data(6, 6, 6), way, microbatches=4, limit=5.0)
+    refused = pytest.raises(
+        UsageError, match=r"^stage 0, layer 1: .* buffer `0\.edges`, which is sp"
+    )
+    with refused if first < math.inf else nullcontext():
+        pipeline.train(3)
 
 
 def test_buffers_that_differ_wait_for_a_device_twice_however_many_they_are() -> None:
