@@ -32,12 +32,12 @@ from pipeworker.worker.model.model import Model
 from pipeworker.worker.model.survey import Found, Survey, fresh_layer
 from pipeworker.worker.profile.alike import name_of, surroundings
 from pipeworker.worker.profile.measure import LayerCall, Settings, measure_layer, measure_loss
-from pipeworker.worker.profile.meters import bytes_of, stopwatch_of_layers
+from pipeworker.worker.profile.meters import stopwatch_of_layers
 from pipeworker.worker.profile.outline import Drawing, with_loss
 from pipeworker.worker.profile.signature import ValueSignature
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.layers import StageConfig, reporting_compilation
-from pipeworker.worker.stage.values import distinct_tensors
+from pipeworker.worker.stage.values import bytes_of, distinct_tensors
 from pipeworker.worker.transport.structure import TypeRegistry
 
 log = logging.getLogger(__name__)

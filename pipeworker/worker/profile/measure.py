@@ -29,14 +29,14 @@ from pipeworker.worker import blame
 from pipeworker.worker.device.device import Stopwatch
 from pipeworker.worker.internals import is_fake, without_fake_modes
 from pipeworker.worker.profile.heap import lost_bytes
-from pipeworker.worker.profile.meters import Flops, SavedTensors, bytes_of, memory_meter
+from pipeworker.worker.profile.meters import Flops, SavedTensors, memory_meter
 from pipeworker.worker.profile.optimizer import UpdateFacts, measure_update
 from pipeworker.worker.stage import losses
 from pipeworker.worker.stage.layers import StageConfig
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.skips import StageSkips
 from pipeworker.worker.stage.stage import Stage
-from pipeworker.worker.stage.values import distinct_tensors, map_tensors, versions
+from pipeworker.worker.stage.values import bytes_of, distinct_tensors, map_tensors, versions
 from pipeworker.worker.transport.layout import aligned_copy
 
 log = logging.getLogger(__name__)

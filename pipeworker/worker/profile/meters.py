@@ -16,7 +16,6 @@ from typing_extensions import Self
 
 from pipeworker.worker.device.device import Stopwatch, stopwatch_for
 from pipeworker.worker.internals import dense_parts, observing, pytree, storage_key
-from pipeworker.worker.stage.values import distinct_tensors
 
 _QUEUE = "/proc/thread-self/schedstat"
 """Nanoseconds of the calling thread on a core, and waiting for one."""
@@ -192,11 +191,6 @@ def _storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStor
     """Return the storages of some tensors by their keys."""
     parts = [part for tensor in tensors for part in dense_parts(tensor)]
     return {storage_key(part): part.untyped_storage() for part in parts}
-
-
-def bytes_of(value: Any) -> int:
-    """Return the bytes of the distinct tensors of a nested value."""
-    return sum(part.nbytes for tensor in distinct_tensors(value) for part in dense_parts(tensor))
 
 
 class _DeviceMemory:

@@ -12,7 +12,7 @@ from torch import nn
 from pipeworker.job.file import JobFile
 from pipeworker.worker.device.device import Stopwatch
 from pipeworker.worker.profile.meters import memory_meter
-from pipeworker.worker.stage.values import distinct_tensors
+from pipeworker.worker.stage.values import bytes_of, distinct_tensors
 from pipeworker.worker.update.update import Updater
 
 log = logging.getLogger(__name__)
@@ -64,4 +64,4 @@ def measure_update(
     except Exception as error:
         log.info("the optimizer of one layer cannot be measured: %s", error)
         return UpdateFacts()
-    return UpdateFacts(sum(tensor.nbytes for tensor in tensors), seconds, working)
+    return UpdateFacts(bytes_of(tensors), seconds, working)

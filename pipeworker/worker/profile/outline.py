@@ -20,7 +20,7 @@ from pipeworker.worker.profile.measure import LayerCall
 from pipeworker.worker.profile.signature import ValueSignature, input_ranges
 from pipeworker.worker.stage.cut.part import Part
 from pipeworker.worker.stage.skips import Recorder
-from pipeworker.worker.stage.values import distinct_tensors, map_tensors
+from pipeworker.worker.stage.values import bytes_of, distinct_tensors, map_tensors
 from pipeworker.worker.transport.layout import aligned_copy
 from pipeworker.worker.transport.structure import TypeRegistry
 
@@ -72,7 +72,7 @@ class Drawing:
     def begin(self, value: Any, stand_in: Any) -> None:
         """Begin with the network's input, and with what stands for it in the calls of layers."""
         tensors = distinct_tensors(value)
-        self._input_bytes = sum(tensor.nbytes for tensor in tensors)
+        self._input_bytes = bytes_of(tensors)
         self._inputs = input_ranges(tensors, distinct_tensors(stand_in))
 
     def call(self, index: int, layer: nn.Module, value: Any) -> Any:
@@ -149,7 +149,7 @@ class Drawing:
             source, size = self._stashed.pop(name)
             self._skips.append(LayerSkip(source, index, size))
         for name, tensor in self.table.stashed.items():
-            self._stashed[name] = index, tensor.nbytes
+            self._stashed[name] = index, bytes_of(tensor)
 
     def _note_ties(self, index: int, layer: nn.Module) -> None:
         """Note the sizes of the layer's parameters that are tied to those of later layers."""
@@ -180,5 +180,5 @@ def with_loss(outline: Outline, output: bytes, target: Any, batch: Batch) -> Out
         loss=len(outline.kinds),
         samples=-(-batch.samples // batch.microbatches),
         batch_samples=batch.samples,
-        target_bytes=sum(tensor.nbytes for tensor in tensors),
+        target_bytes=bytes_of(tensors),
     )

@@ -10,7 +10,7 @@ from torch import nn
 from pipeworker.errors import UsageError
 from pipeworker.worker import blame
 from pipeworker.worker.stage.slots import Slot, get_slot
-from pipeworker.worker.stage.values import checksums, is_checked, versions
+from pipeworker.worker.stage.values import bytes_of, checksums, is_checked, versions
 
 BufferPlace = tuple[int, str]
 """The index of a layer in the model, and the name of a buffer within the layer."""
@@ -60,7 +60,7 @@ class SharedBuffers:
         is_due = is_checked(self._checks)
         for slot, (buffer, version, numbers) in self._known.items():
             now = get_slot(slot)
-            is_searched = is_due or (buffer.is_cpu and buffer.nbytes <= _SMALL)
+            is_searched = is_due or (buffer.is_cpu and bytes_of(buffer) <= _SMALL)
             if now is buffer and versions(now) == version and not is_searched:
                 continue
             if not isinstance(now, torch.Tensor) or checksums(now) != numbers:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from pipeworker.worker.internals import BatchNorm, buffers_of, dense_parts
+from pipeworker.worker.stage.values import bytes_of
 
 Slot = tuple[nn.Module, str]
 """A module, and the name of a buffer, or of an attribute that is a tensor."""
@@ -48,8 +49,7 @@ def is_small(slot: Slot, value: torch.Tensor) -> bool:
     change. The statistics of batch norm are left out: they are many, and have a counter beside
     them.
     """
-    size = sum(part.nbytes for part in dense_parts(value))
-    return size <= _SMALL and not isinstance(slot[0], BatchNorm)
+    return bytes_of(value) <= _SMALL and not isinstance(slot[0], BatchNorm)
 
 
 def copy_of(value: Any, copies: Copies) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pipeworker.record.checkpoint.tensor_file import raw_bytes
-from pipeworker.worker.internals import pytree, version_of
+from pipeworker.worker.internals import dense_parts, pytree, version_of
 
 
 def distinct_tensors(value: Any) -> list[torch.Tensor]:
@@ -87,9 +87,17 @@ def is_checked(number: int, first: int = 1) -> bool:
 
 
 def checksums(value: Any) -> tuple[int, ...]:
-    """Return the :func:`checksum` of each distinct dense tensor of a value."""
-    dense = filter(is_dense, distinct_tensors(value))
-    return tuple(int(checksum(tensor)) for tensor in dense)
+    """Return the :func:`checksum` of each distinct tensor of a value; of a sparse one, its parts'.
+
+    Nested tensors are left out.
+    """
+    parts = (part for tensor in distinct_tensors(value) for part in dense_parts(tensor))
+    return tuple(int(checksum(part)) for part in parts if is_dense(part))
+
+
+def bytes_of(value: Any) -> int:
+    """Return the bytes of the distinct tensors of a nested value."""
+    return sum(part.nbytes for tensor in distinct_tensors(value) for part in dense_parts(tensor))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -80,3 +80,15 @@ def test_an_equal_buffer_may_take_its_place() -> None:
     change(module)
     with pytest.raises(UsageError, match="step 5"):
         buffers.check(5)
+
+
+def test_a_sparse_buffer_may_be_shared_and_a_change_of_it_is_found() -> None:
+    module = layer()
+    module.get_submodule("0").register_buffer("cos", torch.eye(3).to_sparse(), persistent=False)
+    buffers = SharedBuffers([module], 0, {(0, "0.cos"): "graph.edges"})
+    for step in range(1, 5):
+        buffers.begin()
+        buffers.check(step)
+    change(module)
+    with pytest.raises(UsageError, match=r"the buffer graph\.edges has changed, .* step 5"):
+        buffers.check(5)

@@ -81,11 +81,13 @@ def test_changes_in_place_are_seen() -> None:
     assert [now - old for now, old in zip(versions(value), before, strict=True)] == [0, 1]
 
 
-def test_checksums_tell_dense_tensors_apart_and_leave_others_out() -> None:
+def test_checksums_tell_tensors_apart_and_leave_nested_ones_out() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    found = checksums((x, y, [nested, torch.eye(2).to_sparse()]))
-    assert found == (*checksums(x), *checksums(y))
+    sparse = torch.eye(2).to_sparse()
+    found = checksums((x, y, [nested, sparse]))
+    assert found == (*checksums(x), *checksums(y), *checksums(sparse))
     assert checksums(x) != checksums(x + 1)
+    assert len({checksums(sparse), checksums(2 * sparse), checksums(sparse.t())}) == 2
 
 
 def test_a_checksum_of_one_element_with_a_stride() -> None:
