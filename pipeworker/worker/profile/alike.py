@@ -27,6 +27,7 @@ from torch import nn
 from pipeworker.job.options import Options
 from pipeworker.worker.internals import dense_parts
 from pipeworker.worker.stage.cut.part import Part
+from pipeworker.worker.stage.slots import OF_EVERY_MODULE
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
 _PLACES = re.compile(
@@ -34,8 +35,6 @@ _PLACES = re.compile(
     r"|(layer|block|stage|level)_?(no|num|number)$"
 )
 """Names of attributes that tell where a layer is, or how it is called."""
-_MODULE = frozenset(vars(nn.Module()))
-"""Attributes that every module has."""
 _MOST_ITEMS, _MOST_LEVELS = 64, 8
 """Items of a container whose attribute is part of a key."""
 _OTHERS = ("torch", "builtins", "pipeworker")
@@ -111,7 +110,7 @@ def _attributes(module: nn.Module) -> list[tuple[str, str]]:
     """Return the attributes of a module that are its configuration, each as text."""
     found = []
     for name, value in sorted(vars(module).items()):
-        if name in _MODULE or _PLACES.search(name):
+        if name in OF_EVERY_MODULE or _PLACES.search(name):
             continue
         text = _plain(value)
         if text:

@@ -22,11 +22,11 @@ from pipeworker.facts.connections import Borrowed
 from pipeworker.plan.ties import LOSS, MODEL, used_elsewhere
 from pipeworker.worker.internals import AccumulateGrad, current_backward, sequence_of
 from pipeworker.worker.stage import losses
+from pipeworker.worker.stage.slots import OF_EVERY_MODULE
 from pipeworker.worker.stage.values import distinct_tensors
 
 TextOf = Callable[[nn.Parameter], str]
 """Returns a text about a parameter, or ""."""
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 @dataclass(slots=True)
@@ -213,7 +213,7 @@ def _left_in_attributes(
     """
     for module in layer.modules():
         for name, value in vars(module).items():
-            if name in _OF_EVERY_MODULE or not isinstance(value, (torch.Tensor, list, tuple, dict)):
+            if name in OF_EVERY_MODULE or not isinstance(value, (torch.Tensor, list, tuple, dict)):
                 continue
             for node in (t.grad_fn for t in distinct_tensors(value) if not t.dim()):
                 if node is not None and node not in nodes and sequence_of(node) >= begin:

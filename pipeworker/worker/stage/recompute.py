@@ -15,6 +15,7 @@ from pipeworker.worker.internals import BatchNorm, buffers_of, submodules_of, ve
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.slots import (
     ABSENT,
+    OF_EVERY_MODULE,
     Copies,
     Slot,
     copy_of,
@@ -26,8 +27,6 @@ from pipeworker.worker.stage.slots import (
 
 _state = threading.local()
 _get = partial(get_slot, absent=ABSENT)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-"""The attributes that torch itself gives a module."""
 _PLAIN = (bool, int, float, str, tuple, torch.device, torch.dtype)
 """The classes of values that a module keeps beside a tensor, as the length of a cached table."""
 
@@ -139,7 +138,7 @@ class Buffers:
         """
         self._known = [(module, vars(module), {*vars(module)}) for module in self._modules]
         for module, attributes, names in self._known:
-            for name in names - _OF_EVERY_MODULE:
+            for name in names - OF_EVERY_MODULE:
                 slot, value = (module, name), attributes[name]
                 is_state = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
                 if value is None or (type(value) in (int, float) and not value):
@@ -233,7 +232,7 @@ class Buffers:
             ((module, name), before.get((module, name), (ABSENT,))[0])
             for module in modules
             if not isinstance(module, BatchNorm)
-            for name in vars(module).keys() - _OF_EVERY_MODULE
+            for name in vars(module).keys() - OF_EVERY_MODULE
             if isinstance(vars(module)[name], _PLAIN)
         ]
 

@@ -10,6 +10,8 @@ from torch import nn
 from pipeworker.worker.internals import BatchNorm, buffers_of, dense_parts
 from pipeworker.worker.stage.values import bytes_of
 
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""The attributes that torch itself gives a module."""
 Slot = tuple[nn.Module, str]
 """A module, and the name of a buffer, or of an attribute that is a tensor."""
 _SMALL = 64 * 1024

@@ -26,9 +26,10 @@ from pipeworker.worker.stage.cut.objects import bytes_of, held_within, is_same
 from pipeworker.worker.stage.cut.plan import CutPlan
 from pipeworker.worker.stage.cut.shapes import HollowUnit
 from pipeworker.worker.stage.cut.trace import Call, Recording
+from pipeworker.worker.stage.slots import OF_EVERY_MODULE
 from pipeworker.worker.transport.structure import PLAIN_TYPES
 
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
+_OF_TORCH = OF_EVERY_MODULE - {"training"} | {"forward"}
 """The attributes in which each module keeps its parameters, buffers, modules and hooks; and the one
 that gets the calls of a hollow unit."""
 _MOST_DEPARTURES = 8
