@@ -19,7 +19,7 @@ from pipeworker.errors import PipeworkerError, ProtocolError
 from pipeworker.worker.internals import storage_key
 from pipeworker.worker.transport import frame as frames
 from pipeworker.worker.transport import structure as structures
-from pipeworker.worker.transport.layout import DTYPES
+from pipeworker.worker.transport.layout import DTYPES, span_of
 from pipeworker.worker.transport.structure import TypeRegistry
 
 _DRAWN = 1 << 16
@@ -60,10 +60,7 @@ class TensorSignature(msgspec.Struct, frozen=True, array_like=True):
         `known` are the tensors of the network's input.
         """
         dtype = DTYPES.get(self.dtype)
-        extent = 1 + sum(
-            (size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)
-        )
-        extent = 0 if 0 in self.shape else extent
+        extent = span_of(self.shape, self.stride)
         if dtype is None or min((*self.shape, *self.stride), default=0) < 0:
             raise ProtocolError(f"a tensor of {self.dtype} and shape {self.shape}")
         if extent > _MOST_ELEMENTS:

@@ -165,18 +165,22 @@ def _meet(views: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]) 
     full = [view for view in views if 0 not in view[2]]  # one without elements meets none
     if len({size for size, *_ in full}) > 1:
         return True
-    ends = [
-        offset + sum(step * (count - 1) for step, count in zip(stride, shape, strict=True))
-        for _, offset, shape, stride in full
-    ]
+    stop = max((offset + span_of(shape, stride) for _, offset, shape, stride in full), default=0)
     first = min((offset for _, offset, *_ in full), default=0)
-    seen = torch.zeros(max(ends, default=0) + 1 - first, dtype=torch.bool, device="cpu")
+    seen = torch.zeros(stop - first, dtype=torch.bool, device="cpu")
     for _, offset, shape, stride in full:
         elements = seen.as_strided(shape, stride, offset - first)
         if elements.any():
             return True
         elements.fill_(True)
     return False
+
+
+def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return how many elements of memory a tensor extends over; 0 if it has none."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
 
 
 def extent_of(shape: Sequence[int], strides: Sequence[int]) -> int | None:
@@ -213,9 +217,9 @@ def unpack(flat: torch.Tensor, layout: Layout) -> torch.Tensor:
         if layout.plain:
             return flat.detach()
         return flat.as_strided(layout.shape, layout.stride, flat.storage_offset())
-    count = 1 + sum(s * (n - 1) for s, n in zip(layout.stride, layout.shape, strict=True) if n)
     size = layout.dtype.itemsize
-    memory = flat.new_empty(count + ALIGNMENT // size, dtype=layout.dtype)
+    count = span_of(layout.shape, layout.stride) + ALIGNMENT // size
+    memory = flat.new_empty(count, dtype=layout.dtype)
     start = (layout.offset - memory.data_ptr()) % ALIGNMENT // size
     whole = memory.as_strided(layout.shape, layout.stride, start)
     target = _moving(whole, layout)

@@ -26,6 +26,7 @@ from pipeworker.worker.internals import move_hooks, version_of
 from pipeworker.worker.stage.cut.units import computed_attributes
 from pipeworker.worker.stage.values import is_dense
 from pipeworker.worker.transport.channel import Receiver, Sender
+from pipeworker.worker.transport.layout import span_of
 
 _FRAME = 64
 """Number of gradients in a frame."""
@@ -82,10 +83,8 @@ def _ranges(entries: Sequence[Entry]) -> Iterator[_Range]:
         for name, tensor in (*named.named_parameters(), *named.named_buffers()):
             plain = type(tensor.data) is torch.Tensor and is_dense(tensor)
             if plain and tensor.numel() and not tensor.is_meta:
-                sizes = zip(tensor.shape, tensor.stride(), strict=True)
-                count = 1 + sum((n - 1) * step for n, step in sizes)
                 begin = tensor.data_ptr()
-                end = begin + count * tensor.itemsize
+                end = begin + span_of(tensor.shape, tensor.stride()) * tensor.itemsize
                 yield _Range(begin, end, index, numbered(index, name), tensor)
 
 

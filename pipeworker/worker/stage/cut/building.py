@@ -27,6 +27,7 @@ from pipeworker.worker.internals import (
     without_fake_modes,
 )
 from pipeworker.worker.stage.cut.units import hollow_parameter
+from pipeworker.worker.transport.layout import span_of
 
 
 class NeedsWhole(Exception):
@@ -79,7 +80,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not is_fake(tensor) or not tensor.numel():
             return tensor if not is_fake(tensor) else torch.empty(shape, device="cpu")
         # A kernel may draw another count of numbers for a tensor that is not contiguous.
-        count = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+        count = span_of(shape, strides)
         if count * tensor.itemsize > len(self._space):
             self._space = mmap.mmap(-1, count * tensor.itemsize)
         flat = torch.frombuffer(self._space, dtype=tensor.dtype, count=count)

@@ -32,6 +32,7 @@ from pipeworker.worker.stage.cut.units import (
     units_of,
 )
 from pipeworker.worker.stage.values import is_dense
+from pipeworker.worker.transport.layout import span_of
 from pipeworker.worker.transport.structure import TypeRegistry
 
 ROOT = "^"
@@ -234,10 +235,9 @@ def _reject_shared(module: nn.Module, overwritten: Sequence[str]) -> None:
 
 def _memory(tensor: torch.Tensor) -> tuple[int, range]:
     """Return a number for a dense tensor's storage, and the bytes there from first to last."""
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    count = 1 + sum((size - 1) * step for size, step in sizes) if tensor.numel() else 0
     begin = tensor.storage_offset() * tensor.itemsize
-    return storage_key(tensor), range(begin, begin + count * tensor.itemsize)
+    size = span_of(tensor.shape, tensor.stride()) * tensor.itemsize
+    return storage_key(tensor), range(begin, begin + size)
 
 
 def _copy(batch: Any) -> Any:

@@ -17,6 +17,7 @@ from torch import nn
 from pipeworker.worker.internals import shared_fake_mode, unsaved_buffers_of
 from pipeworker.worker.stage.cut.classes import hide_stand_ins
 from pipeworker.worker.stage.cut.inner_hooks import forget_library_hooks
+from pipeworker.worker.transport.layout import span_of
 
 CPU = torch.device("cpu")
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -82,8 +83,7 @@ def stand_in(
         if stride is None:
             made = torch.empty(shape, dtype=dtype, device=device)
             return made.requires_grad_().clone() if wants_grad else made
-        size = 1 + sum(step * (count - 1) for step, count in zip(stride, shape, strict=True))
-        whole = torch.empty(size, dtype=dtype, device=device)
+        whole = torch.empty(span_of(shape, stride), dtype=dtype, device=device)
         return (whole.requires_grad_().clone() if wants_grad else whole).as_strided(shape, stride)
 
 
