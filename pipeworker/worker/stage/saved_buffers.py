@@ -11,7 +11,7 @@ optimizer has it: such a change of one is an error.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
@@ -285,12 +285,10 @@ def _saved_storages(output: Any) -> Iterator[int | None]:
         seen.add(node)
         waiting += [other for other, _ in node.next_functions]
         unused = _UNUSED if ignores_statistics(node) else ()
-        for name in saved_names(type(node)):
-            saved = () if name in unused else getattr(node, name)
-            for one in saved if isinstance(saved, tuple) else (saved,):
-                tensor = one.data
-                if isinstance(tensor, Packed | torch.Tensor):
-                    yield _address(tensor)
+        for one in saved_by(node, unused):
+            tensor = one.data
+            if isinstance(tensor, Packed | torch.Tensor):
+                yield _address(tensor)
         # The node of a function in Python is its `ctx`, to which its forward may assign tensors.
         assigned = [*getattr(node, "__dict__", {}).values()]
         yield from map(_address, distinct_tensors(assigned) if assigned else ())
@@ -302,7 +300,15 @@ def _address(tensor: Packed | torch.Tensor) -> int | None:
     return next(addresses_of((tensor,)), None)
 
 
+def saved_by(node: Node, unused: Collection[str] = ()) -> Iterator[Any]:
+    """Yield what a graph's node has saved, except in the attributes `unused`."""
+    for name in _saved_names(type(node)):
+        if name not in unused:
+            saved = getattr(node, name)
+            yield from saved if isinstance(saved, tuple) else (saved,)
+
+
 @lru_cache(maxsize=1024)
-def saved_names(kind: type) -> tuple[str, ...]:
+def _saved_names(kind: type) -> tuple[str, ...]:
     """Return the names of the attributes with what nodes of a kind have saved."""
     return tuple(name for name in dir(kind) if name.startswith(SAVED_PREFIX))

@@ -35,7 +35,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipeworker.worker.internals import AccumulateGrad, engine
 from pipeworker.worker.stage.offload import Packed
-from pipeworker.worker.stage.saved_buffers import saved_names
+from pipeworker.worker.stage.saved_buffers import saved_by
 
 _Edges = tuple[tuple[Node | None, int], ...]
 
@@ -207,10 +207,6 @@ def _computes_all(node: Node) -> bool:
 
 def _unpacked_by_hook(node: Node) -> bool:
     """Return whether hooks unpack something that the node saved."""
-    for name in saved_names(type(node)):
-        saved = getattr(node, name)
-        for one in saved if isinstance(saved, tuple) else (saved,):
-            hook = getattr(one, "unpack_hook", None)
-            if hook is not None and hook is not Packed.unpack:  # our own hook may be called again
-                return True
-    return False
+    hooks = (getattr(one, "unpack_hook", None) for one in saved_by(node))
+    # Our own hook may be called again.
+    return any(hook is not None and hook is not Packed.unpack for hook in hooks)
