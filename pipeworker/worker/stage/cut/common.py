@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache, partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -124,20 +124,16 @@ class CommonVariables:
         own = _differences(self._begun, now)
         return {one: state for one, state in _differences(before, now).items() if one not in own}
 
-    @contextmanager
-    def unchanged(self, left: States | None = None) -> Iterator[None]:
+    def unchanged(self, left: States | None = None) -> AbstractContextManager[None]:
         """Undo the changes of units inside the context, and all that is changed there behind it.
 
         Variables in `left` have the states there.
         """
-        with self._having({**(left or {}), **self.changed}):
-            yield
+        return self._having({**(left or {}), **self.changed})
 
-    @contextmanager
-    def as_at_first(self) -> Iterator[None]:
+    def as_at_first(self) -> AbstractContextManager[None]:
         """Undo all changes inside the context, and all that is changed there behind it."""
-        with self._having(_differences(self._first, self.states())):
-            yield
+        return self._having(_differences(self._first, self.states()))
 
     @contextmanager
     def _having(self, states: States) -> Iterator[None]:
