@@ -87,7 +87,8 @@ class Stage:
         self.checks_outputs = config.device.type == "cpu"
         """Whether recomputed outputs are compared: other devices have kernels whose bits differ."""
         self._phony = torch.empty(0, device=config.device, requires_grad=True)
-        self._step = 0
+        self.step = 0
+        """The step that is run, or the one after which there is an evaluation pass."""
         self._loss_scale = 1.0
 
     def begin(self, step: int, first: int = 0, loss_scale: float = 1.0) -> None:
@@ -95,7 +96,7 @@ class Stage:
 
         The gradient that backward starts from is multiplied by `loss_scale` (fp16).
         """
-        self._step = step
+        self.step = step
         self._loss_scale = loss_scale
         self._layers.begin(step, first)
         self._buffers.begin()
@@ -111,7 +112,7 @@ class Stage:
         Raises:
             UsageError: forwards have changed what all of the mini-batch depends on.
         """
-        self._shared.check(self._step)
+        self._shared.check(self.step)
         if self._version not in (None, self._weights_version()):
             raise UsageError(
                 f"stage {self.index}: weights were changed between a forward and its recompute"
@@ -302,7 +303,7 @@ class Stage:
             )
         output, departing = (value, {}) if self.skips is None else value
         if self._loss is not None:
-            self.tracker.set(Phase.LOSS, self._step, mb.number)
+            self.tracker.set(Phase.LOSS, self.step, mb.number)
             if self.before_loss is not None:
                 check, self.before_loss = self.before_loss, None
                 check(output, mb.target)

@@ -157,7 +157,6 @@ class EvaluationPass:
             PassFailed: the same with `explain`.
         """
         for channels in self._stages.values():
-            channels.step = step
             channels.stage.begin(step)
         self._wiring.begin(None, {})
         inputs = self._inputs(step, batches)
@@ -277,7 +276,7 @@ class EvaluationPass:
         for transfer in channels.after_forward:
             transfer(mb)
         if channels is self._last:
-            self._tracker.set(self._phase, channels.step, mb.number)
+            self._tracker.set(self._phase, channels.stage.step, mb.number)
             samples, target, name = mb.target
             self._sink(output, self._to_device(target), samples, name)
 

@@ -179,7 +179,6 @@ class Executor:
         before a step is still under way when the device is given the first action."""
         self._program = Program()
         self._labels = False
-        self._step = 0
         self.feed = feed
 
     @property
@@ -278,11 +277,9 @@ class Executor:
 
     def _begin(self, run: RunStep, *, compares: bool) -> None:
         batch, wiring, program = run.batch, self._wiring, self._program
-        self._step = run.step
         own = block(batch.microbatches, self._replicas, wiring.replica)
         weights = sample_shares(batch.samples, batch.microbatches)[own.start : own.stop]
         for index, channels in wiring.stages.items():
-            channels.step = run.step
             channels.stage.begin(run.step, run.first + own.start, run.loss_scale)
             channels.microbatches = program.microbatches(index, weights)
         current = self.feed.begin(run)
@@ -311,7 +308,7 @@ class Executor:
         It passes from stage to stage over the channels of gradients, so that no other channel is
         needed.
         """
-        self._tracker.wait(self._step)
+        self._tracker.wait(self._tracker.get().step)
         wiring = self._wiring
         for stage in sorted(wiring.stages, reverse=True):
             receiver = wiring.receivers.get(Edge(stage + 1, stage, Payload.GRADIENT))

@@ -112,7 +112,6 @@ class StageChannels:
     """
 
     stage: Stage
-    step: int = 0
     microbatches: dict[int, MicroBatch] = field(default_factory=dict)
     receivers: list[Receiver] = field(default_factory=list)
     forward_receivers: list[Receiver] = field(default_factory=list)
@@ -217,7 +216,7 @@ def send_handler(edge: Edge, channels: StageChannels, sender: Sender) -> Handler
         layer, phase = channels.stage.last_layer, Phase.FORWARD
 
     def send(m: int) -> None:
-        tracker.wait(channels.step, m, layer, phase)
+        tracker.wait(channels.stage.step, m, layer, phase)
         sender.send(m, extract(channels.microbatches[m]))
 
     return send
@@ -229,7 +228,7 @@ def receive_handler(edge: Edge, channels: StageChannels, receiver: Receiver) -> 
     tracker = channels.stage.tracker
 
     def receive(m: int) -> None:
-        tracker.wait(channels.step, m)
+        tracker.wait(channels.stage.step, m)
         value, mb = receiver.receive(m), channels.microbatches[m]
         insert(mb, value, receiver.wants_grad)
         if edge.payload is Payload.ACTIVATION:
@@ -242,7 +241,7 @@ def waiting_handler(channels: StageChannels, perform: Callable[[], None]) -> Han
     """Return the handler of an action that waits, or may wait, for other workers."""
 
     def handle(_: int) -> None:
-        channels.stage.tracker.wait(channels.step)
+        channels.stage.tracker.wait(channels.stage.step)
         perform()
 
     return handle
