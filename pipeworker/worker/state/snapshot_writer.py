@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import select
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +13,9 @@ from typing import Any
 
 import torch
 
-from pipeworker.environment import timings
 from pipeworker.errors import RecordError
 from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.host import cgroups, streams
-from pipeworker.host.lifetime import command, is_stopped
-from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.host.task_thread import TaskThread
 from pipeworker.record.checkpoint.manifest import file_names
 from pipeworker.record.checkpoint.snapshot_buffer import CopyPairs, SnapshotBuffer, file_contents
@@ -36,14 +30,13 @@ from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
 from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.device.device import peak_resident, used_memory
 from pipeworker.worker.state.weight_watch import WeightWatch
+from pipeworker.worker.state.writer_process import WriterProcess
 from pipeworker.worker.transport.snapshot_transfer import MirrorClient
 
 _NICENESS = 10
 """Niceness of the threads: steps come first."""
 _KILL_SECONDS = 0.05
 """Seconds between attempts to end the process that writes."""
-_POLL_SECONDS = 1.0
-"""Seconds between checks of whether the process that writes is stopped."""
 _SPARE = 2
 """The snapshots of all workers together may take one part in so many of the available memory."""
 
@@ -99,7 +92,7 @@ class SnapshotWriter:
         self._copies, self._writes, self._mirrors = (
             TaskThread(name, self._failed, _NICENESS) for name in ("copies", "writes", "mirrors")
         )
-        self._process: _WriterProcess | None = None
+        self._process: WriterProcess | None = None
         self._copied = threading.Event()
         """Set while no copy is in progress."""
         self._copied.set()
@@ -336,7 +329,7 @@ class SnapshotWriter:
             if self._process is None:
                 handles = [handle for buffer in self._buffers for handle in buffer.memory.handles]
                 try:
-                    self._process = _WriterProcess([*handles, *self._inherited])
+                    self._process = WriterProcess([*handles, *self._inherited])
                 except OSError as refused:  # too few processes or descriptors
                     return (), f"{_WRITES} cannot be started: {refused.strerror}"
             with suppress(BrokenPipeError):
@@ -344,61 +337,3 @@ class SnapshotWriter:
             self._process.close()
             self._process = None
         return (), f"{_WRITES} is gone"
-
-
-class _WriterProcess:
-    """The process that writes memories to disk."""
-
-    def __init__(self, handles: Sequence[int]) -> None:
-        self._process = subprocess.Popen(
-            command("pipeworker.record.checkpoint.snapshot_memory"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=handles,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        self.kill = self._process.kill  # also while it writes
-
-    def write(
-        self, handles: Sequence[int], folder: Path, names: Sequence[str]
-    ) -> tuple[tuple[CheckpointFile, ...], str]:
-        """Write the files of a memory; return them, and why they cannot be written, or "".
-
-        Raises:
-            BrokenPipeError: the process is gone.
-        """
-        request = json.dumps([str(folder), list(handles), list(names)])
-        self._stdin.write(request.encode() + b"\n")
-        self._stdin.flush()
-        self._wait()
-        answer = self._stdout.readline()
-        if not answer.endswith(b"\n"):
-            raise BrokenPipeError
-        files, error = json.loads(answer)
-        return tuple(CheckpointFile(*file) for file in files), error
-
-    def _wait(self) -> None:
-        """Wait for the answer, however slow the disk is; kill the process if it stays stopped."""
-        poll = select.poll()
-        poll.register(self._stdout, select.POLLIN)
-        clock = SuspendAwareClock(2 * _POLL_SECONDS)
-        since = clock.now()
-        while not poll.poll(1000 * _POLL_SECONDS):
-            now = clock.now()
-            if not is_stopped(self._process.pid):
-                since = now
-            elif now - since > timings().reach:
-                self.kill()
-
-    def close(self) -> None:
-        """End the process, which does not write; kill it if it does not end."""
-        with suppress(BrokenPipeError):
-            self._stdin.close()
-        try:
-            self._process.wait(timings().linger)
-        except subprocess.TimeoutExpired:  # it is stopped
-            self.kill()
-            self._process.wait()
-        self._stdout.close()

@@ -31,7 +31,7 @@ from pipeworker.record.checkpoint.stage_state import OptimizerState, StageState
 from pipeworker.record.checkpoint.tensor_file import TensorFile
 from pipeworker.timings import DEFAULT
 from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
-from pipeworker.worker.state import snapshot_writer
+from pipeworker.worker.state import snapshot_writer, writer_process
 from pipeworker.worker.state.snapshot_writer import SnapshotWriter
 from support.devices.device import LateDevice
 
@@ -220,7 +220,7 @@ def test_a_writer_process_that_died_is_replaced_for_the_next_checkpoint(
         [sys.executable, "-S", "-c", "print('[[', end='')"],
         lifetime.command("pipeworker.record.checkpoint.snapshot_memory"),
     ]
-    monkeypatch.setattr(snapshot_writer, "command", lambda module: commands.pop(0))
+    monkeypatch.setattr(writer_process, "command", lambda module: commands.pop(0))
     for step in (1, 2):
         saved = layer_writer.save(step)
         assert saved == Saved(
@@ -252,8 +252,8 @@ def test_a_writer_process_that_stays_stopped_is_killed(
     stops = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
     answers = "import json, sys; print(json.dumps([[], str()]), flush=True); sys.stdin.readline()"
     commands = [[sys.executable, "-S", "-c", source] for source in (stops, f"{answers}; {stops}")]
-    monkeypatch.setattr(snapshot_writer, "command", lambda module: commands.pop(0))
-    monkeypatch.setattr(snapshot_writer, "timings", lambda: DEFAULT.scaled(0.01))
+    monkeypatch.setattr(writer_process, "command", lambda module: commands.pop(0))
+    monkeypatch.setattr(writer_process, "timings", lambda: DEFAULT.scaled(0.01))
     saved = layer_writer.save(1)
     assert saved == Saved(0, 1, error="the process that writes checkpoints is gone", beside=True)
     layer_writer.save(2)
@@ -378,7 +378,7 @@ def test_a_slow_disk_delays_neither_copies_nor_steps(
     layer_writer: WriterOfLayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]  # until its input is closed
-    monkeypatch.setattr(snapshot_writer, "command", lambda module: slow)
+    monkeypatch.setattr(writer_process, "command", lambda module: slow)
     layer_writer.writer.copy(Copy(1, 0, save=True), layer_writer.parts, set(), None)
     layer_writer.writer.wait_copied()
     layer_writer.copy(2, 1)
