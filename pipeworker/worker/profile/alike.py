@@ -1,9 +1,9 @@
 """Alike layers: layers that cost the same, because class, configuration and shapes are equal.
 
 The key of a layer has the class of each of its modules, their configuration (``extra_repr()`` and
-attributes that are plain values), their mode, and the shape, dtype and trainability of parameters
-and buffers. Attributes that tell where a layer is, as ``layer_idx`` of many libraries, are no part
-of it: else no two layers of a language model would be alike.
+attributes that are plain values, or dataclasses of these), their mode, and the shape, dtype and
+trainability of parameters and buffers. Attributes that tell where a layer is, as ``layer_idx`` of
+many libraries, are no part of it: else no two layers of a language model would be alike.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import re
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from functools import cache, partial
 from pathlib import Path
 from types import CodeType
@@ -110,10 +112,7 @@ def _attributes(module: nn.Module) -> list[tuple[str, str]]:
     """Return the attributes of a module that are its configuration, each as text."""
     found = []
     for name, value in sorted(vars(module).items()):
-        if name in OF_EVERY_MODULE or _PLACES.search(name):
-            continue
-        text = _plain(value)
-        if text:
+        if name not in OF_EVERY_MODULE and not _PLACES.search(name) and (text := _plain(value)):
             found.append((name, text))
     return found
 
@@ -125,6 +124,11 @@ def _plain(value: Any, levels: int = _MOST_LEVELS) -> str:
     if isinstance(value, partial):
         parts = (value.func, value.args, value.keywords)
         return f"partial {[_plain(part, levels - 1) for part in parts]}"
+    if isinstance(value, Enum):
+        return f"{type(value)} {value.name}"
+    if is_dataclass(value) and not isinstance(value, type):
+        names = (one.name for one in fields(value) if not _PLACES.search(one.name))
+        value = {name: getattr(value, name, None) for name in names}
     if isinstance(value, dict):
         value = tuple(value.items())
     if isinstance(value, (list, tuple)) and len(value) <= _MOST_ITEMS and levels > 0:

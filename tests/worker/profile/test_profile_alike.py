@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,22 @@ def test_settings_of_torchs_own_modules_count() -> None:
     assert alike.key_of(one) != alike.key_of(other)
 
 
+class Mode(Enum):
+    FAST = 1
+    EXACT = 2
+
+
+@dataclass
+class Config:
+    factor: int
+    layer_idx: int = 0
+
+
+def test_a_configuration_counts_without_the_place_of_its_layer() -> None:
+    one, other = (changed(lambda b, n=n: setattr(b, "config", Config(2, n))) for n in (0, 7))  # type: ignore[misc]
+    assert alike.key_of(one) == alike.key_of(other)
+
+
 def scaled(factor: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: nn.functional.interpolate(x, scale_factor=factor)
 
@@ -88,6 +106,8 @@ def scaled(factor: int) -> Callable[[torch.Tensor], torch.Tensor]:
         [lambda x, n=n: x[:n] for n in (1, 2)],
         [{"scale_factor": 2}, {"scale_factor": 4}],
         [nn.ReLU, nn.GELU],
+        [Mode.FAST, Mode.EXACT],
+        [Config(2), Config(4)],
     ],
 )
 def test_layers_that_call_other_functions_are_unlike(functions: list[Any]) -> None:
