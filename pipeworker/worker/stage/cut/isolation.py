@@ -21,7 +21,6 @@ from pipeworker.errors import UsageError
 from pipeworker.worker.internals import pytree, version_of
 from pipeworker.worker.stage.cut.common import CommonVariables, States
 from pipeworker.worker.stage.cut.containers import held_by, restore
-from pipeworker.worker.stage.cut.inner_hooks import hooked_in
 from pipeworker.worker.stage.cut.objects import bytes_of, held_within, is_same
 from pipeworker.worker.stage.cut.plan import CutPlan
 from pipeworker.worker.stage.cut.shapes import HollowUnit
@@ -80,7 +79,7 @@ class Isolation:
     def _call(self, unit: HollowUnit, args: Any, kwargs: Any) -> None:
         """Call a unit with copies of the containers in its arguments."""
         args, kwargs = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
-        unit.call(args, kwargs, held_by(args, kwargs), hooked_in(unit.unit))
+        unit.call(args, kwargs)
 
     def check_again(
         self,
@@ -103,7 +102,7 @@ class Isolation:
                 expected = self.calls_of_fresh(name, args, kwargs, again=True)
             restore(held)
             with recording:
-                unit.call(args, kwargs, held, hooked_in(unit.unit))
+                unit.call(args, kwargs)
             same = recording.trace.calls == expected
         except Exception:  # of the unit: what it needs is set by others
             same = False

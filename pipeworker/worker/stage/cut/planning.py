@@ -47,7 +47,7 @@ from pipeworker.worker.stage.cut.calls import (
 from pipeworker.worker.stage.cut.common import CommonVariables
 from pipeworker.worker.stage.cut.containers import Contents, effects_since, held_by, restore
 from pipeworker.worker.stage.cut.guards import Guards, OuterBuffers, refused
-from pipeworker.worker.stage.cut.inner_hooks import Outputs, call_hooks, hooked_in
+from pipeworker.worker.stage.cut.inner_hooks import Outputs, call_hooks
 from pipeworker.worker.stage.cut.isolation import Departures, Isolation, UnitAttributes
 from pipeworker.worker.stage.cut.plan import INPUT, CutPlan, Number
 from pipeworker.worker.stage.cut.shapes import HollowUnit
@@ -442,7 +442,6 @@ class Planning:
     ) -> tuple[Any, Outputs]:
         """Call a unit; reject that others have changed it so that its call differs."""
         unit, recording, expected = self._units[name], Recording(), None
-        hooked = hooked_in(unit.unit)
         changed = self.isolation.changed(name, unit.unit)
         common = self.common.first_changed()
         if is_suspect := changed is not None or common is not None:
@@ -452,7 +451,7 @@ class Planning:
             self.note_attributes()
         place = len(self.trace.calls) - 1
         with recording if is_suspect or gets_object else nullcontext(), self.common.noting():
-            made = unit.call(args, kwargs, held, hooked)
+            made = unit.call(args, kwargs)
         if gets_object:
             self.inside[place] = recording.trace.calls
             if (self._numbers.keys() & recording.used.keys()) - given:

@@ -20,8 +20,8 @@ from pipeworker.worker.internals import (
     without_fake_modes,
 )
 from pipeworker.worker.stage import rng
-from pipeworker.worker.stage.cut.containers import Contents, restore
-from pipeworker.worker.stage.cut.inner_hooks import Outputs, outputs_within
+from pipeworker.worker.stage.cut.containers import Contents, held_by, restore
+from pipeworker.worker.stage.cut.inner_hooks import Outputs, hooked_in, outputs_within
 from pipeworker.worker.stage.cut.units import call_of, computed_attributes, stand_in
 
 
@@ -61,13 +61,12 @@ class HollowUnit:
             take_hooks(self.unit)
             put_hooks(self.unit, later)
 
-    def call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: Contents, hooked: list[str]
-    ) -> tuple[Any, Outputs]:
-        """Return what the unit, and modules within it, return for fake tensors.
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Outputs]:
+        """Return what the unit, and modules within it that have hooks, return for fake tensors.
 
         If the unit needs numbers, they are those of a copy. No random number generator changes.
         """
+        held, hooked = held_by(args, kwargs), hooked_in(self.unit)
         with self.itself() as unit, rng.preserve_generators():
             attributes = [(vars(module), dict(vars(module))) for module in unit.modules()]
             try:
