@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -199,23 +200,20 @@ class _DeviceMemory:
     def __init__(self, device: torch.device) -> None:
         module = torch.get_device_module(device.type)
         names = ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats")
-        self._functions = [getattr(module, name, None) for name in names]
-        self._device = device
+        found = [getattr(module, name, None) for name in names]
+        functions: list[Any] = [lambda _: 0] * len(names) if None in found else found
+        self._used, self._most, self._reset = (partial(one, device) for one in functions)
 
     @property
     def peak(self) -> int:
-        return self._call(1)
+        return int(self._most())
 
     def know(self, tensors: Iterable[torch.Tensor]) -> None:
         """Do nothing: what exists is told apart by :meth:`restart`."""
 
     def restart(self) -> int:
-        self._call(2)
-        return self._call(0)
-
-    def _call(self, number: int) -> int:
-        function = None if None in self._functions else self._functions[number]
-        return int(function(self._device) or 0) if function else 0
+        self._reset()
+        return int(self._used())
 
     def __enter__(self) -> None: ...
 
