@@ -225,19 +225,32 @@ class Ties:
 
     def outgoing(self, peer: int) -> list[torch.Tensor | None]:
         """Return the gradients of this stage's places that another stage needs."""
-        return [
-            group.own[place].grad
-            for group in self._groups
-            if peer in group.tie.stages
-            for place in sorted(group.own)
-        ]
+        return [gradient for _, gradient in self._outgoing(peer)]
+
+    def _outgoing(self, peer: int) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Yield the gradients that another stage needs, each with the name of its place."""
+        for group in self._groups:
+            if peer in group.tie.stages:
+                for place in sorted(group.own):
+                    yield group.tie.names[place], group.own[place].grad
 
     def frames(self, peer: int) -> range:
         """Return the numbers of another stage's frames: that of each's first gradient."""
         return range(0, sum(group.tie.stages.count(peer) for group in self._groups), _FRAME)
 
     def send(self, peer: int, sender: Sender) -> None:
-        """Send the gradients of this stage's places to another stage, some in each frame."""
+        """Send the gradients of this stage's places to another stage, some in each frame.
+
+        Raises:
+            UsageError: one of them is sparse.
+        """
+        for name, gradient in self._outgoing(peer):
+            if gradient is not None and not is_dense(gradient):
+                raise UsageError(
+                    f"tied: the gradient of {name} is sparse, and stages exchange dense ones; make "
+                    "it dense, as by nn.Embedding(sparse=False), or have its layers on one stage "
+                    "(--balance)"
+                )
         gradients = self.outgoing(peer)
         for first in range(0, len(gradients), _FRAME):
             sender.send(first, gradients[first : first + _FRAME])

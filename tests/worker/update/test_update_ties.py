@@ -92,6 +92,15 @@ def test_a_sparse_gradient_of_an_embedding_is_added_to_that_of_another_place(
     assert total.to_dense().tolist() == [[1.0] * 2, [2.0] * 2, [6.0] * 2, [0.0] * 2, [0.0] * 2]
 
 
+def test_a_sparse_gradient_is_not_sent_to_another_stage() -> None:
+    layer = nn.Embedding(5, 2, sparse=True)
+    ties = Ties(0, [Tie(("0.weight", "1.weight"), (0, 1))], {0: layer}, never)
+    layer(torch.tensor([1])).sum().backward()
+    sender: Any = None
+    with pytest.raises(UsageError, match=r"^tied: the gradient of 0\.weight is sparse, and stages"):
+        ties.send(1, sender)
+
+
 def test_a_place_without_a_gradient_is_left_out() -> None:
     layer = nn.Linear(1, 1, bias=False)
     ties = Ties(1, [Tie(("0.weight", "1.weight"), (0, 1))], {1: layer}, lambda _: nn.Linear(1, 1))
