@@ -129,7 +129,7 @@ def _commands(run: Run) -> Commands:
     job_file, own_loop = str(options.get("job_file")), bool(options.get("own_loop"))
     if run.record.is_of_script:
         return Commands(script=job_file, own_loop=own_loop)
-    if run.record.content.get("torchrun"):
+    if run.record.last.get("torchrun"):
         start = ("torchrun", "--nproc-per-node", _workers(options), "-m", "pipeworker")
         return Commands(start=start, job_file=job_file)
     return Commands(

@@ -293,6 +293,16 @@ def test_a_run_is_resumed_by_the_command_that_began_it(
     assert lines(made)["to resume"].startswith(line.replace("{job}", job))
 
 
+def test_a_run_is_resumed_by_the_command_that_resumed_it_last(
+    begin: Callable[..., RunDir],
+) -> None:
+    made = begin(process={"torchrun": "none"})
+    record = run_record.RunRecord.read(made)
+    now = {**PROCESS, "command": ["pipeworker", "launch", "--hosts", "a:2"], "torchrun": None}
+    record.add_resume(record.options, now, 3)
+    assert lines(made)["to resume"].startswith("pipeworker launch --hosts a:2 --resume")
+
+
 def test_the_steps_of_a_script_that_only_loaded_a_checkpoint(begin: Callable[..., RunDir]) -> None:
     made = begin()
     write_summary(made, replace(VERDICT, steps=7), 2)
