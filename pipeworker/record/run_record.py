@@ -37,8 +37,9 @@ VERSION = 2
 _READABLE = (1, VERSION)
 _Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
-
-_HOSTS = ("--hosts", "--hosts-file", "--sync")
+_WHERE = ("--hosts", "--hosts-file", "--launcher-address", "--on", "--nodes", "--set")
+"""Options with a value that say where a job runs."""
+_SYNC = "--sync"
 _WHAT, _REMEDY = "it is not the record of a run", "give another run"
 
 
@@ -251,10 +252,10 @@ def hosts_words(command: Sequence[str]) -> list[str]:
     found: list[str] = []
     words = [*takewhile("--".__ne__, command)][1:]
     for word, following in zip(words, [*words[1:], ""], strict=False):
-        if word.partition("=")[0] in _HOSTS:
+        if word in _WHERE:
+            found += (word, following)
+        elif word == _SYNC or word.partition("=")[0] in _WHERE:
             found.append(word)
-            if word in _HOSTS[:2]:
-                found.append(following)
     return found
 
 

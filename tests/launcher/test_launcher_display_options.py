@@ -94,36 +94,43 @@ def found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: str(there / name))
 
 
-OPTIONS = {"job_file": "/jobs/job.py", "hosts": None, "hosts_file": None}
+JOB = "/jobs/job.py"
 
 
 @pytest.mark.usefixtures("found")
-def test_the_resume_command_is_the_typed_command() -> None:
-    python = Path(sys.executable).name
-    script, module = ("pipeworker",), (python, "-m", "pipeworker")
-    job = "/jobs/job.py"
-    assert commands_for("pipeworker", OPTIONS, {}) == Commands(
-        script, ("pipeworker", "launch"), job
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        (),
+        ("--hosts", "a:2,b:2", "--sync", "--launcher-address", "10.0.0.1"),
+        ("--hosts-file=there",),
+        ("--on", "ray", "--nodes", "2", "--set", "gpus=1", "--set", "patience=9"),
+    ],
+)
+def test_the_resume_command_is_the_typed_command(
+    monkeypatch: pytest.MonkeyPatch, hosts: tuple[str, ...]
+) -> None:
+    words = ["launch", *hosts, "--steps", "9", JOB, "--", "--hosts", "x"]
+    monkeypatch.setattr("sys.argv", ["/bin/pipeworker", *words])
+    script, module = ("pipeworker",), (Path(sys.executable).name, "-m", "pipeworker")
+    assert commands_for("pipeworker", JOB, {}) == Commands(
+        script, ("pipeworker", "launch", *hosts), JOB
     )
-    assert commands_for("python -m pipeworker", OPTIONS, {}) == Commands(
-        module, (*module, "launch"), job
+    assert commands_for("python -m pipeworker", JOB, {}) == Commands(
+        module, (*module, "launch", *hosts), JOB
     )
-    hosts = commands_for("pipeworker", {**OPTIONS, "hosts": "a:2,b:2"}, {})
-    assert hosts.start == ("pipeworker", "launch", "--hosts", "a:2,b:2")
-    hosts = commands_for("pipeworker", {**OPTIONS, "hosts_file": "there"}, {})
-    assert hosts.start == ("pipeworker", "launch", "--hosts-file", "there")
 
 
 @pytest.mark.usefixtures("found")
 def test_a_job_under_torchrun_is_resumed_with_torchrun() -> None:
     ranks = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
-    alone = commands_for("python -m pipeworker", OPTIONS, ranks)
+    alone = commands_for("python -m pipeworker", JOB, ranks)
     assert alone.start == ("torchrun", "--nproc-per-node", "4", "-m", "pipeworker")
-    two = commands_for("python -m pipeworker", OPTIONS, {**ranks, "WORLD_SIZE": "8"})
+    two = commands_for("python -m pipeworker", JOB, {**ranks, "WORLD_SIZE": "8"})
     pod = commands_for(
-        "python -m pipeworker", OPTIONS, {**ranks, "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+        "python -m pipeworker", JOB, {**ranks, "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
     )
-    batch = commands_for("pipeworker", OPTIONS, {"SLURM_JOB_ID": "7"})
+    batch = commands_for("pipeworker", JOB, {"SLURM_JOB_ID": "7"})
     for ways in (two, pod, batch):  # the typed command is unknown
         assert ways.start == ()
         assert ways.resume("runs/x") == "the same command, with --resume --run-dir runs/x"
@@ -134,9 +141,9 @@ def test_a_program_that_is_not_on_the_path_is_shown_with_its_folder(
 ) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr("sys.argv", ["/opt/venv/bin/pipeworker", "launch"])
-    assert commands_for("pipeworker", OPTIONS, {}).program == ("/opt/venv/bin/pipeworker",)
-    ways = commands_for("python -m pipeworker", OPTIONS, {})
+    assert commands_for("pipeworker", JOB, {}).program == ("/opt/venv/bin/pipeworker",)
+    ways = commands_for("python -m pipeworker", JOB, {})
     assert ways.program == (sys.executable, "-m", "pipeworker")
     ranks = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
-    ways = commands_for("python -m pipeworker", OPTIONS, ranks)
+    ways = commands_for("python -m pipeworker", JOB, ranks)
     assert ways.start[:3] == (sys.executable, "-m", "torch.distributed.run")

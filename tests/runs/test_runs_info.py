@@ -270,6 +270,11 @@ def test_a_run_that_failed_and_was_resumed(begin: Callable[..., RunDir]) -> None
             {},
             "pipeworker launch --hosts-file=f --resume",
         ),
+        (
+            {"command": ["x", "launch", "--on", "ray", "--nodes", "2", "--set", "gpus=1", "n.py"]},
+            {},
+            "pipeworker launch --on ray --nodes 2 --set gpus=1 --resume",
+        ),
         ({"command": ["{job}"]}, {}, "in {job}: pipeworker.train(..., resume=True, run_dir="),
         (
             {"command": ["{job}"]},
