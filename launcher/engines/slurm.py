@@ -277,17 +277,18 @@ def _log_file(spec: JobSpec, pattern: str, number: str) -> Path | None:
 
 
 def time_limit(text: str) -> int | None:
-    """Return the seconds of a time limit as sbatch takes it; None if it is something else."""
+    """Return the seconds of a time limit as sbatch takes it; None if it is something else.
+
+    A limit of zero is none.
+    """
     match = _TIME.fullmatch(text)
     if match is None:
         return None
     days, *parts = match.groups()
     first, second, third = (int(part or 0) for part in parts)
-    if days is not None:
-        return 86400 * int(days) + 3600 * first + 60 * second + third
-    if parts[2] is not None:
-        return 3600 * first + 60 * second + third
-    return 60 * first + second
+    if days is None and parts[2] is None:
+        return 60 * first + second or None
+    return 86400 * int(days or 0) + 3600 * first + 60 * second + third or None
 
 
 def check_job_step(environment: Mapping[str, str]) -> None:

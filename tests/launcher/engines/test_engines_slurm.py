@@ -323,6 +323,8 @@ def test_the_file_of_the_output_is_the_one_that_sbatch_writes(
         ("1-12", 129600),
         ("1-1:30", 91800),
         ("0-0:2:1", 121),
+        ("0", None),
+        ("0-0", None),
         ("UNLIMITED", None),
         ("", None),
     ],
