@@ -105,9 +105,10 @@ class RunDir:
         """
         if self.descriptors:
             with suppress(OSError):
-                found = self.root.readlink()
-                if found != self._path and found.samefile(self.root):
-                    self._path = found
+                # Without a Path: a coordinator looks several times a step.
+                found = os.readlink(self.root)  # noqa: PTH115
+                if found != str(self._path) and Path(found).samefile(self.root):
+                    self._path = Path(found)
         return self._path
 
     def host_log(self, name: str) -> Path:

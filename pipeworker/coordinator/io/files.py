@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from pipeworker.coordinator.effects import Commit
 from pipeworker.coordinator.events import CheckpointEnded, EffectFailed, Event
 from pipeworker.coordinator.io.parent import ParentProcess
@@ -109,7 +111,7 @@ class RunFiles:
 
     def add_step(self, result: StepResult) -> None:
         """Append a row of metrics."""
-        row = dataclasses.asdict(result)
+        row = msgspec.to_builtins(result)
         for name in ("loss_scale", "tokens"):
             if row[name] is None:
                 del row[name]
