@@ -9,7 +9,7 @@ from launches import SKIPPED_STEPS
 
 from pipeworker.plan.actions import Kind
 from pipeworker.record.rundir import RunDir
-from pipeworker.trace.causes import MiniBatch, mini_batches
+from pipeworker.trace.mini_batches import MiniBatch, mini_batches
 from pipeworker.trace.timeline import read_timeline
 
 _NEEDS = {Kind.FORWARD: -1, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 0}

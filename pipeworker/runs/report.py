@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,14 @@ from pipeworker.runs.info import recent_rows, speeds_of
 from pipeworker.trace import causes
 from pipeworker.trace.advice import Advice, advise, measured_facts
 from pipeworker.trace.clocks import aligned
+from pipeworker.trace.mini_batches import (
+    MiniBatch,
+    costs_of,
+    mini_batches,
+    schedule_of,
+    undisturbed,
+    warm,
+)
 from pipeworker.trace.timeline import WorkerLife, read_timeline
 
 NOTHING = "it has no recorded steps that all of its workers have finished"
@@ -81,7 +88,7 @@ class Report:
     """
 
     found: causes.Breakdown
-    recorded: Sequence[causes.MiniBatch]
+    recorded: Sequence[MiniBatch]
     advice: Advice
     rates: Rates
     plan: Planned | None = None
@@ -124,10 +131,10 @@ def read(path: Path) -> Report | None:
 
 
 def _of_run(run_dir: RunDir, record: RunRecord, lives: Sequence[WorkerLife]) -> Report | None:
-    recorded, suspended = causes.undisturbed(_warm(causes.mini_batches(lives)))
+    recorded, suspended = undisturbed(warm(mini_batches(lives)))
     if not recorded:
         return None
-    schedule = causes.schedule_of(recorded[-1])
+    schedule = schedule_of(recorded[-1])
     with reading(run_dir.plan):
         file = PlanFile.read(run_dir)
     ranges, facts, balance = file.ranges, file.facts, file.balance
@@ -141,7 +148,7 @@ def _of_run(run_dir: RunDir, record: RunRecord, lives: Sequence[WorkerLife]) -> 
     request = request_of(options)
     with reading(run_dir.metrics):
         rates = Rates.of(run_dir, facts, options)
-    costs = causes.costs_of(recorded)
+    costs = costs_of(recorded)
     if len(ranges) != schedule.placement.stages:
         advice = Advice("the plan of the run is not that of its last steps")
         return Report(found, recorded, advice, rates)
@@ -154,31 +161,6 @@ def _of_run(run_dir: RunDir, record: RunRecord, lives: Sequence[WorkerLife]) -> 
     plan = plan_run(facts, options, balance, file.schedule)
     planned = causes.planned_breakdown(plan, options.accumulate)
     return Report(found, recorded, advice, rates, plan, planned)
-
-
-def _warm(every: Iterable[causes.MiniBatch]) -> list[causes.MiniBatch]:
-    """Return those of whole steps but the first of each generation, which makes memory; all if few.
-
-    Those of workers that held other stages than the last ones, before a job shrank, are left out.
-    """
-    recorded = [*every]
-    recorded = [one for one in recorded if _held(one) == _held(recorded[-1])]
-    steps = [[*step] for _, step in groupby(recorded, lambda one: (_generation(one), one.step))]
-    whole = [step for step in steps if not step[0].commands[0].first]
-    if len(whole) > 1 and len(whole[-1]) < len(whole[-2]):
-        whole.pop()  # the job may not have finished it
-    first = {_generation(step[0]): step for step in reversed(whole)}
-    warm = [step for step in whole if step is not first[_generation(step[0])]]
-    return [*chain.from_iterable(warm)] or recorded
-
-
-def _generation(one: causes.MiniBatch) -> int:
-    return one.lives[0].generation
-
-
-def _held(one: causes.MiniBatch) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Return which worker of which replica holds which stages."""
-    return [(life.rank, life.replica, life.stages) for life in one.lives]
 
 
 def _facts(made: Report) -> dict[str, Any]:

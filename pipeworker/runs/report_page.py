@@ -29,7 +29,7 @@ from pipeworker.runs import report
 from pipeworker.runs.info import Run, time_of
 from pipeworker.runs.listing import time_text
 from pipeworker.runs.report import NOTHING, Report
-from pipeworker.trace.causes import MiniBatch
+from pipeworker.trace.mini_batches import MiniBatch
 from pipeworker.trace.recorder import UPDATE
 
 _CURVES = {

@@ -17,7 +17,7 @@ from typing import Any
 
 from pipeworker.plan import simulate
 from pipeworker.plan.actions import RECEIVES, SENDS, WEIGHTS, Edge, Kind, edge_of
-from pipeworker.trace.causes import recoveries
+from pipeworker.trace.mini_batches import recoveries
 from pipeworker.trace.recorder import EVALUATION, SAVE
 from pipeworker.trace.timeline import ActionSpan, Command, WorkerLife
 

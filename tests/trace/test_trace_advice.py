@@ -14,16 +14,8 @@ from pipeworker.plan.planner.costs import LayerCosts
 from pipeworker.plan.simulate import Costs, simulate
 from pipeworker.plan.text import format_compute
 from pipeworker.trace.advice import advise, measured_facts
-from pipeworker.trace.causes import (
-    DATA,
-    OTHER,
-    RECOVERY,
-    Breakdown,
-    WorkerTime,
-    breakdown,
-    costs_of,
-    mini_batches,
-)
+from pipeworker.trace.causes import DATA, OTHER, RECOVERY, Breakdown, WorkerTime, breakdown
+from pipeworker.trace.mini_batches import costs_of, mini_batches
 from support.pure.timelines import lives_of
 
 NOTHING = "no change is known that would make a step 2% faster"

@@ -27,11 +27,13 @@ from pipeworker.trace.causes import (
     RECOVERY,
     TRANSFER,
     Breakdown,
-    MiniBatch,
     WorkerTime,
     breakdown,
-    mini_batches,
     planned_breakdown,
+)
+from pipeworker.trace.mini_batches import (
+    MiniBatch,
+    mini_batches,
     recoveries,
     schedule_of,
     undisturbed,

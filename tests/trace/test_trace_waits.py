@@ -12,15 +12,8 @@ from pipeworker.plan.actions import Action, Kind
 from pipeworker.plan.orders import ORDERS, Order
 from pipeworker.plan.schedule import Schedule
 from pipeworker.plan.simulate import Costs
-from pipeworker.trace.causes import (
-    COORDINATOR,
-    DATA,
-    OTHER,
-    TRANSFER,
-    Breakdown,
-    breakdown,
-    mini_batches,
-)
+from pipeworker.trace.causes import COORDINATOR, DATA, OTHER, TRANSFER, Breakdown, breakdown
+from pipeworker.trace.mini_batches import mini_batches
 from pipeworker.trace.timeline import WorkerLife
 from pipeworker.trace.waits import Waits
 from support.draws import draws
