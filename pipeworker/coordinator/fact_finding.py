@@ -128,8 +128,8 @@ class FactFinding(Lifecycle):
         planned = self.plan
         self.blueprint = Blueprint.draw(self.options, described, planned)
         self.blueprint.check_resumed(self.layers, self.progress.steps)
-        self.placement = self.loop.placement = self.blueprint.placement
-        self.roster.arrange(self.placement)
+        self.roster.arrange(self.blueprint.placement)
+        self.loop.placement = self.placement
         self.await_all(State.BUILDING)
         notes = described[self.placement.rank_of(0)].notes if self.is_first else ()
         lacking = [planned.lacking] if planned and planned.lacking else []

@@ -75,7 +75,6 @@ class Waiting:
     layers: tuple[str, ...]
     launched: bool
     restore: Restore | None = field(init=False)
-    placement: Placement = field(init=False)
     loop: Loop = field(init=False)
     state: State = field(init=False)
     awaited: set[int] = field(init=False)
@@ -86,11 +85,10 @@ class Waiting:
 
     def __post_init__(self) -> None:
         newest, options = self.snapshots.newest, self.options
-        self.restore, self.placement = newest[1] if newest else None, options.placement
+        self.restore, placement = newest[1] if newest else None, options.placement
         loop = CallLoop if options.own_loop else FileLoop
-        self.loop = loop(options, self.placement, self.progress)
-        limit = options.worker_timeout
-        self.roster = Roster(self.placement, self.started, self.timings, limit)
+        self.loop = loop(options, placement, self.progress)
+        self.roster = Roster(placement, self.started, self.timings, options.worker_timeout)
         self.await_all(State.JOINING)
 
     @property
@@ -99,6 +97,11 @@ class Waiting:
         message, reason = self.state.awaited_message, self.state.reason
         ranks = f" of rank {', '.join(map(str, sorted(self.awaited)))}" if self.awaited else ""
         return f"waiting for {message}{ranks}: {reason}" if message else reason
+
+    @property
+    def placement(self) -> Placement:
+        """The worker of each stage, which a plan may change."""
+        return self.roster.placement
 
     @property
     def members(self) -> list[Member]:
