@@ -237,10 +237,16 @@ def _happened(run: Run, run_dir: RunDir, made: Report | None) -> Iterator[tuple[
             found.append((starts.get(generation, 0.0), sanitize(f"lost: {cause}")))
     found += [(at, sanitize(f"warning: {text}")) for at, text in warnings]
     for seconds, text in sorted(found):
-        moment = datetime.fromtimestamp(seconds).astimezone()
-        yield moment.strftime("%Y-%m-%d %H:%M:%S") if seconds else "", text
+        yield _moment(seconds) if seconds else "", text
     error = run.summary["error"]
     yield "", sanitize(f"{run.status}{f': {error}' if error else ''}, after {run.steps:,} steps")
+
+
+def _moment(seconds: float) -> str:
+    """Return a time for people; "" if no calendar has it, as of a damaged file."""
+    with suppress(ValueError, OverflowError):
+        return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    return ""
 
 
 def _warnings(run_dir: RunDir) -> Iterator[tuple[float, str]]:

@@ -192,6 +192,18 @@ def test_what_no_run_has_is_one_message(
         write_page(copy, tmp_path / "report.html")
 
 
+def test_a_loss_at_a_time_that_no_calendar_has(run: RunDir, tmp_path: Path) -> None:
+    copy = RunDir(tmp_path / "copy")
+    shutil.copytree(run.path, copy.path, ignore=lambda *_: ["metrics.jsonl"])
+    for path in copy.timeline.iterdir():
+        damaged(path, '"generation": 1', '"generation": 2')
+        damaged(path, '"time": 1000000000.0', '"time": 1e14')
+    verdict = Verdict("failed", 1, 2, 1.5, (0,) * WORKERS, 0.0, "all", ("stage 0 is lost",))
+    run_record.write_summary(copy, verdict, WORKERS)
+    write_page(copy.path, tmp_path / "report.html")
+    assert "<time></time>lost: stage 0 is lost" in (tmp_path / "report.html").read_text()
+
+
 def test_a_file_that_is_no_page_is_not_replaced(run: RunDir, tmp_path: Path) -> None:
     path = tmp_path / "job.py"
     path.write_text("mine")
