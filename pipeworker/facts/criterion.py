@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 _KINDS = ("min", "max")
 Row = TypeVar("Row", bound=Mapping[str, Any])
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +55,8 @@ class Criterion:
             if self.is_better(self.value(row), self.value(found) if found else None):
                 found = row
         return found
+
+    def best_of(self, rows: Mapping[Key, Mapping[str, Any]]) -> Key | None:
+        """Return the key of the best row; see :meth:`best`."""
+        best = self.best(rows.values())
+        return next((key for key, row in rows.items() if row is best), None)

@@ -125,8 +125,7 @@ class Run:
     def best_weights(self) -> Path | None:
         """The checkpoint with the best evaluation."""
         evaluations = {p: m.evaluation or {} for p, m in self.checkpoints.items()}
-        best = self.record.criterion.best(evaluations.values())
-        return next((path for path, row in evaluations.items() if row is best), None)
+        return self.record.criterion.best_of(evaluations)
 
     @property
     def best_value(self) -> float | None:

@@ -104,12 +104,11 @@ def _removable(run_dir: RunDir, record: RunRecord, *, keep_weights: bool) -> lis
                     kept.add(path)
                     break
                 del whole[path]
-        while best := record.criterion.best(whole.values()):
-            (path,) = [path for path, row in whole.items() if row is best]
-            if path in kept or _is_intact(path):
-                kept.add(path)
+        while best := record.criterion.best_of(whole):
+            if best in kept or _is_intact(best):
+                kept.add(best)
                 break
-            del whole[path]
+            del whole[best]
     return sorted(path for path in folders if path not in kept)
 
 

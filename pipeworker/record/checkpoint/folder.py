@@ -154,9 +154,7 @@ class CheckpointFolder:
 
     def best(self, criterion: Criterion) -> Path | None:
         """Return the complete checkpoint with the best evaluation; None if none has any."""
-        rows = {path: _evaluation(path) for path in self.paths()}
-        best = criterion.best(rows.values())
-        return next((path for path, row in rows.items() if row is best), None)
+        return criterion.best_of({path: _evaluation(path) for path in self.paths()})
 
     def prune(
         self, keep: int, criterion: Criterion, newest: int = sys.maxsize, restored: int = -1
