@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import subprocess
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,6 +19,7 @@ from typing import ClassVar, Protocol
 from launcher.spec import Host, JobSpec, RemoteAgent
 from pipeworker.errors import PipeworkerError
 from pipeworker.host.lifetime import command
+from pipeworker.record.rundir import default_path
 
 CLIENT_SECONDS = 60.0
 """How long a client of a cluster may take to answer."""
@@ -50,7 +50,7 @@ class Engine(ABC):
 
     def new_run_dir(self, spec: JobSpec) -> str:
         """Return the path of a run directory for a job that does not specify one."""
-        return str(Path("runs", f"{Path(spec.job_file).stem}-{stamp()}").absolute())
+        return str(default_path(Path(spec.job_file)).absolute())
 
 
 class Cluster(Engine):
@@ -141,8 +141,3 @@ def agent_command(spec: JobSpec, variable: str, python: str = "") -> list[str]:
     """Return the command of an agent; `variable` of its environment begins with our address."""
     run = str(Path(spec.run_dir) / "run.json")
     return command("pipeworker.host.agent", python, spec.job_file, run, variable)
-
-
-def stamp() -> str:
-    """Return the time, for a name."""
-    return time.strftime("%Y%m%d-%H%M%S")

@@ -12,11 +12,12 @@ from typing import Any, ClassVar
 
 import click
 
-from launcher.engines.engine import Cluster, run_client, stamp
+from launcher.engines.engine import Cluster, run_client
 from launcher.engines.manifests import RUN_DIR, Manifests, documents, render
 from launcher.engines.pod import LABEL, RUNS, Object, Settings
 from launcher.spec import JobSpec
 from pipeworker.errors import PipeworkerError, UsageError
+from pipeworker.record.rundir import stamp
 from pipeworker.wire.keys import new_token
 
 _DRY = ("--dry-run=server", "-o", "name")

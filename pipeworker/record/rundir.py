@@ -302,8 +302,18 @@ def already_exists(asked: str | Path) -> UsageError:
     return UsageError(f"run directory {asked}: {what}; choose another --run-dir")
 
 
+def stamp() -> str:
+    """Return the time, for a name."""
+    return time.strftime("%Y%m%d-%H%M%S")
+
+
+def default_path(job_file: Path) -> Path:
+    """Return the directory of a new run that is given none, relative to the current folder."""
+    return _RUNS / f"{job_file.stem}-{stamp()}"
+
+
 def create(asked: str | Path | None, job_file: Path) -> tuple[RunDir, tuple[Path, ...]]:
-    """Make the directory of a new run: `asked`, or ``runs/<stem of the job file>-<time>``.
+    """Make the directory of a new run: `asked`, or that of :func:`default_path`.
 
     Returns:
         The run directory, and the folders that were made for it, the deepest first.
@@ -311,7 +321,7 @@ def create(asked: str | Path | None, job_file: Path) -> tuple[RunDir, tuple[Path
     Raises:
         UsageError: the directory exists already and is not unused, or it cannot be made.
     """
-    stem = _RUNS / f"{job_file.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stem = default_path(job_file)
     path = Path(asked) if asked else stem
     attempt = 1
     while True:
