@@ -75,11 +75,10 @@ class CsvTable:
 
     def __init__(self, source: Path) -> None:
         self._path, self._source = source.with_suffix(".csv"), source
-        self._columns = _columns(self._path)
-        if not self._columns or _last_step(self._path) != (rows.last(source) or {}).get("step"):
-            self._write_all()
-        else:
-            self._open()
+        columns = _columns(self._path)
+        if not columns or _last_step(self._path) != (rows.last(source) or {}).get("step"):
+            columns = self._write_all()
+        self._open(columns)
 
     def add(self, row: Row) -> None:
         """Add a row that is now the last one of the source."""
@@ -92,25 +91,28 @@ class CsvTable:
     def close(self) -> None:
         self._file.close()
 
-    def _open(self) -> None:
+    def _open(self, columns: list[str]) -> None:
         self._file = open_file(self._path, "a", encoding="utf-8", errors=_ANY, newline="")
-        self._writer = csv.DictWriter(self._file, self._columns, lineterminator="\n")
+        self._columns = columns
+        self._writer = csv.DictWriter(self._file, columns, lineterminator="\n")
 
     def rewrite(self) -> None:
-        """Write the table anew, because the source has changed."""
-        self._file.close()
-        self._write_all()
+        """Write the table anew, because the source has changed; if that fails, try again."""
+        before = self._file
+        self._open(self._write_all())
+        before.close()
 
-    def _write_all(self) -> None:
-        self._columns = list(dict.fromkeys(key for row in rows.read(self._source) for key in row))
+    def _write_all(self) -> list[str]:
+        """Write the file from the source; return its columns."""
+        columns = list(dict.fromkeys(key for row in rows.read(self._source) for key in row))
         with temporary_path(self._path) as temporary:
             with temporary.open("x", encoding="utf-8", errors=_ANY, newline="") as file:
-                writer = csv.DictWriter(file, self._columns, lineterminator="\n")
-                if self._columns:
+                writer = csv.DictWriter(file, columns, lineterminator="\n")
+                if columns:
                     writer.writeheader()
                 writer.writerows(rows.read(self._source))
             temporary.replace(self._path)
-        self._open()
+        return columns
 
 
 def _columns(path: Path) -> list[str]:

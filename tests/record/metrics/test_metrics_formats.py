@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipeworker.errors import UsageError
+from pipeworker.record.files.atomic_file import open_file
 from pipeworker.record.metrics import formats
 from pipeworker.record.metrics.formats import ExtraFormats
 from pipeworker.record.metrics.rows import Row, Rows
@@ -166,6 +169,29 @@ def test_a_new_figure_adds_a_column(job: Job) -> None:
     job.record(row(1), row(2, accuracy=0.5), row(3))
     assert job.table() == [row(1), row(2, accuracy=0.5), row(3)]
     assert (job.folder / "metrics.csv").read_text().startswith("step,loss,accuracy\n1,1.0,\n")
+
+
+def test_a_table_is_written_anew_although_no_descriptor_was_free_at_first(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator tries again; see :class:`pipeworker.host.descriptors.DescriptorReserve`."""
+    rows, left = Rows(job.metrics), [1]
+
+    def refuse(*arguments: Any, **more: Any) -> Any:
+        if left:
+            raise OSError(errno.EMFILE, f"no descriptor, {left.pop()}")
+        return open_file(*arguments, **more)
+
+    rows.add(row(1))
+    with closing(ExtraFormats(job.metrics, csv=True, events=None)) as extras:
+        monkeypatch.setattr(formats, "open_file", refuse)
+        rows.add(row(2, accuracy=0.5))
+        with pytest.raises(OSError, match="no descriptor"):
+            extras.add(job.metrics, row(2, accuracy=0.5))
+        extras.add(job.metrics, row(2, accuracy=0.5))
+        rows.add(row(3))
+        extras.add(job.metrics, row(3))
+    assert job.table() == [row(1), row(2, accuracy=0.5), row(3)]
 
 
 def test_a_name_that_is_not_utf8_is_escaped(job: Job) -> None:
