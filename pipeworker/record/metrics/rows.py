@@ -46,11 +46,17 @@ class Rows:
         Raises:
             OSError: it cannot be opened.
         """
-        if self._file < 0:
-            self._file = no_link(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        if self._file >= 0:
+            return
+        file = no_link(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        try:
             end = next(reversed_lines(self._path), b"\n")
             if not end.endswith(b"\n"):
-                os.ftruncate(self._file, os.fstat(self._file).st_size - len(end))
+                os.ftruncate(file, os.fstat(file).st_size - len(end))
+        except BaseException:
+            os.close(file)
+            raise
+        self._file = file
 
     def add(self, row: Row) -> None:
         """Write a row, behind the rows that are pending.

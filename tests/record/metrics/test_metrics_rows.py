@@ -31,6 +31,30 @@ def test_an_incomplete_row_of_a_killed_process_is_removed(tmp_path: Path) -> Non
         assert [row["step"] for row in rows.read(path)] == [*range(1, whole + 2)]
 
 
+def test_an_incomplete_row_is_removed_although_no_descriptor_was_free_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator tries again; see :class:`pipeworker.host.descriptors.DescriptorReserve`."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "no descriptor")
+
+    def descriptors() -> int:
+        return len([*Path("/proc/self/fd").iterdir()])
+
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"st')
+    file, before = Rows(path, later=True), descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "open_bounded", refuse)
+        with pytest.raises(OSError, match="no descriptor"):
+            file.open()
+    assert descriptors() == before
+    file.add({"step": 2})
+    file.close()
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+
+
 def test_rows_that_a_full_disk_refuses_are_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
