@@ -14,6 +14,7 @@ from pipeworker.errors import RecordError, UsageError, reading
 from pipeworker.plan.figures import plural
 from pipeworker.record.checkpoint.folder import remove_unless_held
 from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
+from pipeworker.record.files.bounded_file import ABSENT
 from pipeworker.record.lock import RunLock
 from pipeworker.record.run_record import RunRecord
 from pipeworker.record.rundir import RunDir, files_below
@@ -66,7 +67,8 @@ def prune(folder: Path, *, keep_weights: bool, dry_run: bool) -> Iterator[str]:
             if reason:
                 yield one_line(f"{name}: left alone: {reason}")
                 continue
-            found = _removable(run_dir, run.record, keep_weights=keep_weights)
+            with reading(run_dir.checkpoints.path):
+                found = _removable(run_dir, run.record, keep_weights=keep_weights)
             freed = _remove(found, dry_run=dry_run)
         sizes = {path: size for path, size in freed.items() if size is not None}
         for path in freed.keys() - sizes.keys():
@@ -83,11 +85,10 @@ def _removable(run_dir: RunDir, record: RunRecord, *, keep_weights: bool) -> lis
     """Return the folders of a run's checkpoints that are to be removed.
 
     Raises:
-        UsageError: they cannot be read.
+        OSError: one cannot be read now, which may be one to keep.
     """
     checkpoints = run_dir.checkpoints.path
-    with reading(checkpoints):
-        entries = [*os.scandir(checkpoints)] if checkpoints.is_dir() else []
+    entries = [*os.scandir(checkpoints)] if checkpoints.is_dir() else []
     folders = [
         checkpoints / entry.name
         for entry in entries
@@ -113,8 +114,12 @@ def _removable(run_dir: RunDir, record: RunRecord, *, keep_weights: bool) -> lis
 
 
 def _evaluation_of_whole(checkpoint: Path) -> dict[str, float] | None:
-    """Return the evaluation after a checkpoint, or {}; None if a file is missing or cut off."""
-    with suppress(UsageError, OSError):
+    """Return the evaluation after a checkpoint, or {}; None if a file is missing or cut off.
+
+    Raises:
+        OSError: it cannot be read now.
+    """
+    with suppress(UsageError, *ABSENT):
         manifest = Manifest.read(checkpoint / MANIFEST)
         for file in manifest.files:
             manifest.locate(checkpoint, file)
@@ -123,8 +128,12 @@ def _evaluation_of_whole(checkpoint: Path) -> dict[str, float] | None:
 
 
 def _is_intact(checkpoint: Path) -> bool:
-    """Return whether the files of a checkpoint have their checksums, which reads all of them."""
-    with suppress(UsageError, OSError):
+    """Return whether the files of a checkpoint have their checksums, which reads all of them.
+
+    Raises:
+        OSError: it cannot be read now.
+    """
+    with suppress(UsageError, *ABSENT):
         Manifest.read(checkpoint / MANIFEST).check_files(checkpoint)
         return True
     return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,24 @@ def test_prune_keeps_checkpoints_that_are_intact(folder: Path) -> None:
         path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
     run("prune", "runs", "--keep-weights")
     assert names(made) == ["step-00000002", "step-00000004", "step-00000005"]
+
+
+def test_prune_removes_nothing_where_a_checkpoint_cannot_be_read_now(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the best one."""
+    made = RunDir(folder / "runs" / "a")
+    for step in (1, 2, 3):
+        complete(made, step, evaluation={"step": step, "loss": float(step)})
+
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr("pipeworker.record.checkpoint.manifest.describe_file", fail)
+    reason = refused("prune", "runs", "--keep-weights")
+    assert reason.startswith("runs/a/checkpoints/step-00000003/model-")
+    assert "safetensors: cannot be read: Input/output error" in reason
+    assert made.checkpoints.steps() == [1, 2, 3]
 
 
 def test_prune_leaves_what_is_running_and_what_is_a_link_alone(

@@ -228,7 +228,7 @@ class RunFiles:
         """
         criterion, prune = Criterion.parse(self.options.best), self.run_dir.checkpoints.prune
         remove = partial(prune, self.options.keep, criterion, step, self.restored())
-        self._remove("an old checkpoint", remove)
+        self._remove("an old checkpoint", partial(self.descriptors.run, remove))
 
     def _append(self, path: Path, row: dict[str, Any]) -> None:
         first = path not in self._rows

@@ -28,6 +28,7 @@ from pipeworker.record.files.atomic_file import (
     sync_folder,
     write_json,
 )
+from pipeworker.record.files.bounded_file import ABSENT, LACKS_DESCRIPTORS
 
 _GONE = ".*.gone"
 _REPLACED = ".replaced"
@@ -153,7 +154,11 @@ class CheckpointFolder:
         return [step_of(path) for path in self.paths()]
 
     def best(self, criterion: Criterion) -> Path | None:
-        """Return the complete checkpoint with the best evaluation; None if none has any."""
+        """Return the complete checkpoint with the best evaluation; None if none has any.
+
+        Raises:
+            OSError: one cannot be read now; it may be the best.
+        """
         return criterion.best_of({path: _evaluation(path) for path in self.paths()})
 
     def prune(
@@ -163,6 +168,9 @@ class CheckpointFolder:
 
         One that a process reads (:func:`held`), or of the step `restored`, is removed later.
         Checkpoints of steps after `newest` stay, and do not count.
+
+        Raises:
+            OSError: one cannot be read or removed now; a later call may do.
         """
         paths = [path for path in self.paths() if step_of(path) <= newest]
         if len(paths) <= keep:
@@ -185,8 +193,12 @@ def step_of(checkpoint: Path) -> int:
 
 
 def _evaluation(checkpoint: Path) -> dict[str, float]:
-    """Return the row of the evaluation after a checkpoint's step; empty if there is none."""
-    with suppress(UsageError, OSError):
+    """Return the row of the evaluation after a checkpoint's step; empty if there is none.
+
+    Raises:
+        OSError: it cannot be read now.
+    """
+    with suppress(UsageError, *ABSENT):
         return Manifest.read(checkpoint / MANIFEST).evaluation or {}
     return {}
 
@@ -223,8 +235,9 @@ def remove_unless_held(path: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        except OSError:  # it has none, or the file system has no locks
-            pass
+        except OSError as error:  # it has none, or the file system has no locks
+            if error.errno in LACKS_DESCRIPTORS:
+                raise
         hidden = path if path.name[0] == "." else path.rename(path.with_name(f".{path.name}.gone"))
         shutil.rmtree(hidden)
     return True

@@ -20,6 +20,10 @@ from pipeworker.errors import UnreadableFile
 
 MAX_BYTES = 16 << 20
 """The bound of a file of which nothing else is known."""
+ABSENT = (FileNotFoundError, NotADirectoryError)
+"""Errors that there is no file."""
+LACKS_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+"""Numbers of errors that say nothing of a file."""
 _MAX_DEPTH = 32
 _MAX_DIGITS = 100  # any such integer can be computed with, converted to a float and shown
 
@@ -35,10 +39,10 @@ def open_bounded(path: Path, most: int | None = MAX_BYTES) -> IO[bytes]:
     """
     try:
         file = _open(path)
-    except (FileNotFoundError, NotADirectoryError):
+    except ABSENT:
         raise
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
+        if error.errno in LACKS_DESCRIPTORS:
             raise
         raise UnreadableFile(path, error) from None
     found = os.fstat(file.fileno())

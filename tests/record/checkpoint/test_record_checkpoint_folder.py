@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -176,6 +178,36 @@ with held(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
+
+
+@pytest.mark.parametrize(
+    ("used", "criterion", "stay"),
+    [
+        ("files.bounded_file._open", Criterion("loss"), [1, 2]),
+        ("checkpoint.folder.open_file", Criterion("loss", more=True), [2]),
+    ],
+)
+def test_a_lack_of_descriptors_removes_no_checkpoint(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    used: str,
+    criterion: Criterion,
+    stay: list[int],
+) -> None:
+    """It says nothing of the best one, nor of whether a process reads one."""
+    run = RunDir(tmp_path)
+    assert saved(run, {1: 0.1, 2: 0.2}) == [1, 2]
+
+    def lacking(path: Path, *_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(f"pipeworker.record.{used}", lacking)
+        with pytest.raises(OSError, match="Too many open files"):
+            run.checkpoints.prune(1, criterion)
+    assert run.checkpoints.steps() == [1, 2]
+    run.checkpoints.prune(1, criterion)
+    assert run.checkpoints.steps() == stay
 
 
 def test_a_checkpoint_that_a_process_reads_is_removed_later(tmp_path: Path) -> None:
