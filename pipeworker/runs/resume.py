@@ -11,6 +11,7 @@ from pipeworker.plan.figures import plural
 from pipeworker.record.checkpoint.folder import unused
 from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
 from pipeworker.record.files.atomic_file import sync_file, temporary_path
+from pipeworker.record.files.bounded_file import LACKS_DESCRIPTORS
 from pipeworker.record.metrics import rows
 from pipeworker.record.rundir import RunDir
 
@@ -47,6 +48,8 @@ def find_resume_point(run_dir: RunDir) -> ResumePoint:
         except UsageError as error:
             damaged[path] = str(error)
         except OSError as error:
+            if error.errno in LACKS_DESCRIPTORS:
+                raise UnreadableFile(path, error) from None
             damaged[path] = str(UnreadableFile(path, error))
     if damaged:
         shown = "".join(f"\n  {path.name}: {why}" for path, why in damaged.items())

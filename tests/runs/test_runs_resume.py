@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import resource
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,6 +104,28 @@ def test_damaged_checkpoints_are_reported_and_skipped(run: RunDir, kind: str) ->
     assert str(late) in why
     assert DAMAGES[kind][2] in why
     assert tree(run.path) == before
+
+
+@pytest.mark.parametrize("name", ["read", "check_files"])
+def test_a_lack_of_descriptors_is_no_damage(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Else the run would continue from an older checkpoint."""
+    complete(run, 1)
+    late = complete(run, 3)
+    real, limits = getattr(Manifest, name), resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def lack(*args: Any) -> Any:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            return real(*args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            monkeypatch.undo()  # the older one could be read
+
+    monkeypatch.setattr(Manifest, name, lack)
+    with pytest.raises(UsageError, match=f"{late}.*: Too many open files"):
+        resume.find_resume_point(run)
 
 
 @slow
