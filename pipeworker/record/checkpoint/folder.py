@@ -141,8 +141,15 @@ class CheckpointFolder:
         return [path for _, path in sorted(self._named(_STEP).items())]
 
     def _named(self, pattern: re.Pattern[str]) -> dict[int, Path]:
-        """Return the entries whose names have this pattern, by step."""
-        entries = self.path.iterdir() if self.path.is_dir() else ()
+        """Return the entries whose names have this pattern, by step.
+
+        Raises:
+            OSError: the folder is there, but it cannot be read.
+        """
+        try:
+            entries = list(self.path.iterdir())
+        except (*ABSENT, ValueError):  # no file has such a name
+            return {}
         return {int(m[1]): path for path in entries if (m := pattern.fullmatch(path.name))}
 
     def last_step(self) -> int:

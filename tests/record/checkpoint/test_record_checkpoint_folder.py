@@ -104,6 +104,17 @@ def test_a_replaced_checkpoint_that_was_not_removed_does_not_prevent_the_next(
     assert (run.checkpoints.at(7) / STATE).read_text() == "two"
 
 
+def test_a_folder_that_cannot_be_read_is_not_one_without_checkpoints(tmp_path: Path) -> None:
+    """Else a resume would begin at the first step, and remove all rows."""
+    run = RunDir(tmp_path)
+    assert run.checkpoints.last_step() == -1
+    run.checkpoints.path.symlink_to(run.checkpoints.path)
+    with pytest.raises(OSError, match="symbolic links"):
+        run.checkpoints.last_step()
+    with pytest.raises(UsageError, match=f"{run.checkpoints.path}: .*symbolic links"):
+        resume.find_resume_point(run)
+
+
 def saved(run: RunDir, losses: dict[int, float | str | None]) -> list[int]:
     """Complete a checkpoint for each loss, keep two, and return the steps of those that stay."""
     for step, loss in losses.items():
