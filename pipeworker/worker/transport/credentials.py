@@ -13,8 +13,6 @@ import os
 import selectors
 import socket
 import ssl
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -172,15 +170,8 @@ def _derive(seed: bytes) -> tuple[bytes, str]:
 
 @contextlib.contextmanager
 def readable_path(data: bytes) -> Iterator[str]:
-    """Yield a path from which `data` can be read, as :mod:`ssl` requires.
-
-    On Linux it leads to memory without a name; elsewhere to a file that only its owner can read.
-    """
-    with (
-        os.fdopen(os.memfd_create("pipeworker", os.MFD_CLOEXEC), "wb")
-        if sys.platform == "linux"
-        else tempfile.NamedTemporaryFile()
-    ) as file:
+    """Yield a path from which `data` can be read, as :mod:`ssl` requires; no file has the data."""
+    with os.fdopen(os.memfd_create("pipeworker", os.MFD_CLOEXEC), "wb") as file:
         file.write(data)
         file.flush()
-        yield f"/proc/self/fd/{file.fileno()}" if sys.platform == "linux" else file.name
+        yield f"/proc/self/fd/{file.fileno()}"

@@ -6,7 +6,6 @@ import os
 import secrets
 import socket
 import struct
-import sys
 from pathlib import Path
 
 from pipeworker.errors import PipeworkerError
@@ -17,8 +16,6 @@ from pipeworker.worker.transport.handshake import HandshakeSteps, RendezvousPoin
 
 def host_identity() -> str:
     """Return a text that is equal for processes that can share memory and use one Unix socket."""
-    if sys.platform != "linux":
-        return secrets.token_hex(16)
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         network = Path("/proc/self/ns/net").stat().st_ino
