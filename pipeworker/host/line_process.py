@@ -73,8 +73,11 @@ class LineProcess(Generic[Sent, Received]):
             self._stdin.flush()
 
     def receive(self) -> tuple[list[Received], bool]:
-        """Wait for input; return the lines that are complete, and whether more can follow."""
-        data = os.read(self.fileno(), 1 << 20)
+        """Wait for input; return the lines that are complete, and whether more can follow.
+
+        Nothing follows once another thread has waited for the end (:meth:`wait`).
+        """
+        data = b"" if self._stdout.closed else os.read(self.fileno(), 1 << 20)
         return self._buffer.feed(data), bool(data)
 
     def skipped(self) -> list[str]:

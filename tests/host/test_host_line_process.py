@@ -47,3 +47,10 @@ def test_what_a_process_prints_before_its_first_line_is_skipped() -> None:
     assert process.skipped() == ["hello"]
     assert process.skipped() == []
     process.wait(5.0)
+
+
+def test_nothing_is_received_from_a_process_that_was_waited_for() -> None:
+    """A thread that forwards lines may have been held up meanwhile, as by a stopped terminal."""
+    process: LineProcess[ToHooks, FromHooks] = LineProcess("hooks", ["true"], FromHooks)
+    assert process.wait(5.0) == 0
+    assert process.receive() == ([], False)
