@@ -23,8 +23,11 @@ REPORTED_BY_CALLER = lines.Verdict("failed", 1, 0, 0.0, (), 0.0, None)
 
 def failure_text(error: BaseException) -> str:
     """Return why a job has not started."""
-    interrupted = f"rank 0 was interrupted by {type(error).__name__}"
-    return str(error) if isinstance(error, PipeworkerError) else interrupted
+    if isinstance(error, PipeworkerError):
+        return str(error)
+    if isinstance(error, Exception):
+        return f"rank 0 cannot start the job: {type(error).__name__}: {error}"
+    return f"rank 0 was interrupted by {type(error).__name__}"
 
 
 class CoordinatorProcess:

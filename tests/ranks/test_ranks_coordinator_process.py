@@ -10,9 +10,10 @@ from typing import Any, cast
 
 import pytest
 
+from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
 from pipeworker.ranks import coordinator_process
-from pipeworker.ranks.coordinator_process import CoordinatorProcess
+from pipeworker.ranks.coordinator_process import CoordinatorProcess, failure_text
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs.begin import PreparedRun
 from pipeworker.timings import DEFAULT
@@ -124,3 +125,15 @@ def test_events_that_arrive_together_with_the_endpoint_are_shown(
     assert process.finish(0) == 0
     assert shown == [Warned("before"), Warned("after"), DONE]
     assert closed == [DONE]
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (UsageError("--steps: no"), "--steps: no"),
+        (KeyboardInterrupt(), "rank 0 was interrupted by KeyboardInterrupt"),
+        (ValueError("a defect"), "rank 0 cannot start the job: ValueError: a defect"),
+    ],
+)
+def test_the_reason_that_other_ranks_are_given(error: BaseException, text: str) -> None:
+    assert failure_text(error) == text
