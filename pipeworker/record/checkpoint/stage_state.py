@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ from pipeworker.record.checkpoint.frozen_weights import COMPLEX, NAMES
 from pipeworker.record.checkpoint.json_state import Tensors, is_whole, pack, pack_tensor
 from pipeworker.record.checkpoint.tensor_file import TensorInfo, supports
 
-_MOST_SHOWN = 10
 _EXTRA = "_extra_state"
 UserCode = Callable[[str], AbstractContextManager[Any]]
 """Returns a context for a call of the user's code, which the argument names."""
@@ -328,37 +326,6 @@ def check_savable(
     WorkerContent.of(stages, elsewhere, position)
 
 
-@dataclass(slots=True)
-class StateDictDiff:
-    """Names that the file lacks, names that the model lacks, and texts on tensors that differ."""
-
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    different: list[str] = field(default_factory=list)
-
-    def add_different(self, name: str, found: TensorInfo, wanted: TensorInfo) -> None:
-        """Record that the file has another tensor than the model wants."""
-        there, here = (
-            f"{list(shape)} {str(dtype).removeprefix('torch.')}" for dtype, shape in (found, wanted)
-        )
-        self.different.append(f"{name} ({there} for {here})")
-
-    def __len__(self) -> int:
-        return len(self.missing) + len(self.unexpected) + len(self.different)
-
-    def __str__(self) -> str:
-        return self.summary(_MOST_SHOWN)
-
-    def summary(self, most: int | None = None) -> str:
-        """Return a line with at most so many names of each kind; None for all."""
-        kinds = (
-            ("it lacks", self.missing),
-            ("the model does not have", list(map(_printable, self.unexpected))),
-            ("of another shape or type are", self.different),
-        )
-        return "; ".join(f"{what} {some(names, most)}" for what, names in kinds if names)
-
-
 def buffer_infos(layer: nn.Module) -> dict[str, TensorInfo]:
     """Return the dtype and the shape of each buffer of a layer, by all of its names."""
     return {
@@ -370,17 +337,6 @@ def buffer_infos(layer: nn.Module) -> dict[str, TensorInfo]:
 def is_extra_state(key: str) -> bool:
     """Return whether a key is that of a module's extra state, which may be any value."""
     return key.rpartition(".")[2] == _EXTRA
-
-
-def some(names: list[str], most: int | None) -> str:
-    """Return at most so many names, and how many more there are."""
-    shown, rest = names[:most], len(names[most:]) if most is not None else 0
-    return ", ".join(shown) + (f" and {rest} more" if rest else "")
-
-
-def _printable(name: str) -> str:
-    """Return a name from a file, escaped if a terminal could not show it."""
-    return name if name.isprintable() and len(name) <= 200 else reprlib.repr(name)
 
 
 @contextmanager

@@ -18,13 +18,8 @@ from torch import nn
 from pipeworker.errors import UnreadableFile, UsageError, a_type
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.record.checkpoint.checkpoint import Checkpoint, PackedValue
-from pipeworker.record.checkpoint.stage_state import (
-    StageState,
-    StateDictDiff,
-    UserCode,
-    is_extra_state,
-    some,
-)
+from pipeworker.record.checkpoint.stage_state import StageState, UserCode, is_extra_state
+from pipeworker.record.checkpoint.state_dict_diff import StateDictDiff, some
 from pipeworker.record.checkpoint.tensor_file import TensorFile
 from pipeworker.record.weights.conversions import Conversion, Source, only
 from pipeworker.record.weights.weight_files import SAFETENSORS, find_weight_files, naming_option

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.record.checkpoint.json_state import Tensors
-from pipeworker.record.checkpoint.stage_state import some
+from pipeworker.record.checkpoint.state_dict_diff import some
 from pipeworker.record.checkpoint.tensor_file import TensorFile
 from pipeworker.record.files.atomic_file import sync_file
 from pipeworker.record.files.bounded_file import read_json
