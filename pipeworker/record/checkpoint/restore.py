@@ -53,8 +53,7 @@ def restore(
     with torch.no_grad():
         for stage in stages:
             device = _device_of(stage.layers)
-            for index, layer, _ in stage.indexed():
-                saved.set_made_buffers(index, layer, device)
+            saved.set_made_buffers(stage, device)
             stage.load(saved.state_of, user_code)
             for index, layer, _ in stage.indexed():
                 saved.set_unlisted_buffers(index, layer, device)

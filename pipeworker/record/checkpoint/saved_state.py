@@ -18,7 +18,7 @@ from pipeworker.record.checkpoint.checkpoint import PackedValue, damaged, read_p
 from pipeworker.record.checkpoint.json_state import with_strides
 from pipeworker.record.checkpoint.manifest import WorkerFiles
 from pipeworker.record.checkpoint.param_groups import SavedGroup, SavedOptimizer
-from pipeworker.record.checkpoint.stage_state import is_extra_state
+from pipeworker.record.checkpoint.stage_state import StageState, is_extra_state
 from pipeworker.record.checkpoint.state_dict_diff import StateDictDiff
 from pipeworker.record.checkpoint.tensor_file import TensorFile
 
@@ -35,7 +35,7 @@ class SavedState:
     extra: dict[str, PackedValue] = field(default_factory=dict)
     buffers: dict[str, PackedValue] = field(default_factory=dict)
     strides: dict[str, Any] = field(default_factory=dict)  # of buffers; none in older files
-    made: set[str] = field(default_factory=set)  # buffers that forwards made; none in older files
+    made: dict[str, str] = field(default_factory=dict)  # by forwards; none in older files
     states: dict[str, PackedValue] = field(default_factory=dict)  # of optimizers, by parameter
     groups: dict[str, SavedGroup] = field(default_factory=dict)  # by parameter
     weight_keys: Mapping[int, list[str]] = field(init=False)  # by layer
@@ -55,10 +55,10 @@ class SavedState:
             self.extra |= {name: packed(value) for name, value in plain["extra"].items()}
             self.buffers |= {name: packed(value) for name, value in plain["buffers"].items()}
             self.strides |= packed(plain.get("strides", {})).read(dict)
-            made = packed(plain.get("made", [])).read(list)
-            if not all(type(name) is str for name in made):
+            made = packed(plain.get("made", {})).read(dict)
+            if not all(type(name) is str for pair in made.items() for name in pair):
                 raise damaged(files.state, "the name of a buffer is none")
-            self.made.update(made)
+            self.made |= made
             for update in plain["updates"]:
                 self._add_update(files.state, packed, update)
         self.weight_keys, _ = self.names.by_layer(self.weights)
@@ -110,14 +110,14 @@ class SavedState:
             file, stored = found
             info, wanted = file.info(stored), (value.dtype, tuple(value.shape))
             if info != wanted and not (
-                key.rpartition(".")[0] in own or self._is_made(index, layer, key)
+                key.rpartition(".")[0] in own or self._is_made(index, layer, key, state)
             ):
                 diff.add_different(full, info, wanted)
         modules = {path for path, _ in layer.named_modules(remove_duplicate=False)}
         unexpected = [
             key
             for key in self.weight_keys.get(index, ())
-            if key not in state and not self._is_made(index, layer, key)
+            if key not in state and not self._is_made(index, layer, key, state)
         ]
         for key in self.buffer_keys.get(index, ()):
             if key.rpartition(".")[0] not in modules:
@@ -129,18 +129,33 @@ class SavedState:
         modules = layer.named_modules(remove_duplicate=False)
         return {path for path, module in modules if self.loads_itself(module)}
 
-    def _is_made(self, index: int, layer: nn.Module, key: str) -> bool:
+    def _is_made(self, index: int, layer: nn.Module, key: str, state: Mapping[str, Any]) -> bool:
         """Return whether a key is that of a buffer that a forward sets, registers or resizes."""
         return _is_unset_buffer(layer, key) or (
-            self.names.parameter(index, key) in self.made and _may_have_buffer(layer, key)
+            self.names.parameter(index, key) in self.made and _may_have_buffer(layer, key, state)
         )
 
-    def set_made_buffers(self, index: int, layer: nn.Module, device: torch.device) -> None:
-        """Set the buffers of a layer that forwards made: load_state_dict() would refuse them."""
-        for key in self.weight_keys.get(index, ()):
-            if self._is_made(index, layer, key):
-                name = self.names.parameter(index, key)
-                _set_buffer(layer, key, self.weights[name][name], device, persistent=True)
+    def set_made_buffers(self, stage: StageState, device: torch.device) -> None:
+        """Set the buffers of a stage that forwards made: load_state_dict() would refuse them.
+
+        Those that were one tensor are one again: a forward may change it under another name.
+        """
+        present: dict[str, torch.Tensor] = {}
+        made: dict[str, tuple[nn.Module, str]] = {}
+        for index, layer, state in stage.indexed():
+            for key, buffer in layer.named_buffers(remove_duplicate=False):
+                present.setdefault(self.names.parameter(index, key), buffer)
+            for key in self.weight_keys.get(index, ()):
+                if self._is_made(index, layer, key, state):
+                    made[self.names.parameter(index, key)] = layer, key
+        for name in sorted(made, key=lambda name: self.made.get(name, name) != name):
+            (layer, key), value = made[name], self.weights[name][name]
+            other = self.made.get(name, name)
+            if other != name and other in present and _is_like(present[other], value):
+                _put_buffer(layer, key, present[other], persistent=True)
+            else:
+                _set_buffer(layer, key, value, device, persistent=True)
+            present[name] = layer.get_buffer(key)
 
     def set_unlisted_buffers(self, index: int, layer: nn.Module, device: torch.device) -> None:
         """Set the buffers of a layer that no state dict has."""
@@ -192,13 +207,19 @@ def _is_unset_buffer(layer: nn.Module, key: str) -> bool:
     return False
 
 
-def _may_have_buffer(layer: nn.Module, key: str) -> bool:
-    """Return whether a layer has a buffer of this name, or a module that can register it."""
+def _may_have_buffer(layer: nn.Module, key: str, state: Mapping[str, Any]) -> bool:
+    """Return whether a layer has a buffer of this name in its `state`, or a forward may add it."""
     path, _, name = key.rpartition(".")
     with suppress(AttributeError):  # no such module
         module = layer.get_submodule(path)
-        return name in dict(module.named_buffers(recurse=False)) or not hasattr(module, name)
+        if hasattr(module, name):
+            return key in state and name in dict(module.named_buffers(recurse=False))
+        return True
     return False
+
+
+def _is_like(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype is other.dtype
 
 
 def _set_buffer(
@@ -218,11 +239,18 @@ def _set_buffer(
     present = getattr(module, name, None)
     if isinstance(present, torch.Tensor):
         device = present.device
-        if present.shape == value.shape and present.dtype is value.dtype:
+        if _is_like(present, value):
             with suppress(RuntimeError):  # several elements share memory, as those of expand()
                 present.copy_(value)
                 return
+    _put_buffer(layer, key, value.to(device), persistent=persistent)
+
+
+def _put_buffer(layer: nn.Module, key: str, value: torch.Tensor, *, persistent: bool) -> None:
+    """Put a tensor in the place of a buffer; one that the layer does not have is registered."""
+    path, _, name = key.rpartition(".")
+    module = layer.get_submodule(path)
     if hasattr(module, name):
-        setattr(module, name, value.to(device))
+        setattr(module, name, value)
     else:
-        module.register_buffer(name, value.to(device), persistent=persistent)
+        module.register_buffer(name, value, persistent=persistent)

@@ -136,16 +136,23 @@ class StageState:
             if key not in state and self.names.is_first(index, key)
         }
 
-    def made_buffers(self) -> list[str]:
-        """Return the names of buffers in state dicts that forwards have registered, or resized."""
-        return [
-            self.names.parameter(index, key)
-            for (index, layer, state), built in zip(
-                self.indexed(), self.built_buffers, strict=False
-            )
-            for key, info in buffer_infos(layer).items()
-            if key in state and built.get(key) != info
-        ]
+    def made_buffers(self) -> dict[str, str]:
+        """Return the buffers in state dicts that forwards have registered, or given another shape.
+
+        Each name has that of the buffer in a state dict, if possible a built one, that is the same
+        tensor; the first of several, which may be itself.
+        """
+        kept: list[tuple[int, str, torch.Tensor]] = []
+        made: list[tuple[int, str, torch.Tensor]] = []
+        for (index, layer, state), built in zip(self.indexed(), self.built_buffers, strict=False):
+            for key, buffer in layer.named_buffers(remove_duplicate=False):
+                if key in state:
+                    is_kept = built.get(key) == _info_of(buffer)
+                    (kept if is_kept else made).append((index, key, buffer))
+        firsts: dict[int, str] = {}
+        for index, key, buffer in [*kept, *made] if made else ():
+            firsts.setdefault(id(buffer), self.names.parameter(index, key))
+        return {self.names.parameter(index, key): firsts[id(buffer)] for index, key, buffer in made}
 
     def buffer_strides(self) -> dict[str, list[int]]:
         """Return the strides of buffers that have several dims, by name.
@@ -259,7 +266,7 @@ class WorkerContent:
         extra: dict[str, Any] = {}
         buffers: dict[str, Any] = {}
         strides: dict[str, list[int]] = {}
-        made: list[str] = []
+        made: dict[str, str] = {}
         for stage in stages:
             content.frozen |= stage.frozen()
             for name, value in stage.entries().items():
@@ -273,7 +280,7 @@ class WorkerContent:
                 else:
                     extra[name] = pack(value, content.others, name)
             strides |= stage.buffer_strides()
-            made += stage.made_buffers()
+            made |= stage.made_buffers()
             for name, buffer in stage.unlisted_buffers().items():
                 with suppress(UsageError):  # a sparse one, which the layer builds again
                     buffers[name] = pack(buffer, content.others, f"buffers/{name}")
@@ -328,10 +335,11 @@ def check_savable(
 
 def buffer_infos(layer: nn.Module) -> dict[str, TensorInfo]:
     """Return the dtype and the shape of each buffer of a layer, by all of its names."""
-    return {
-        key: (buffer.dtype, tuple(buffer.shape))
-        for key, buffer in layer.named_buffers(remove_duplicate=False)
-    }
+    return {key: _info_of(buffer) for key, buffer in layer.named_buffers(remove_duplicate=False)}
+
+
+def _info_of(tensor: torch.Tensor) -> TensorInfo:
+    return tensor.dtype, tuple(tensor.shape)
 
 
 def is_extra_state(key: str) -> bool:

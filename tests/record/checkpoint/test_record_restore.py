@@ -381,6 +381,43 @@ def test_buffers_that_forwards_register_or_resize_are_restored(tmp_path: Path) -
         restore([shard_of(tmp_path)], [of(rows=torch.zeros(1))])
 
 
+def test_buffers_that_forwards_made_of_one_tensor_are_one_again(tmp_path: Path) -> None:
+    """A forward may change it in place under one name, and use it under another."""
+
+    def of(**values: torch.Tensor) -> StageState:
+        layers = [nn.Sequential(nn.Identity(), nn.Identity()) for _ in range(2)]
+        for name, value in values.items():
+            index, key = name[1:].split("_", 1)
+            layers[int(index)].get_submodule(key[0]).register_buffer(key[2:], value)
+        states = [layer.state_dict() for layer in layers]
+        return StageState(LayerNames(("0", "1")), layers, states, built_buffers=[built, {}])
+
+    built = {"1.table": (torch.float32, (2,))}
+    table, made, grown = torch.ones(2), torch.arange(3.0), torch.eye(2)
+    names = {"_0_1_table": table, "_0_0_same": table, "_0_0_z": made, "_0_1_a": made}
+    saved = of(**names, _1_0_made=made, _1_1_own=grown, _1_1_other=grown.clone())
+    save_worker_files(tmp_path, 0, 1, [saved])
+    part = of(_0_1_table=torch.zeros(2))
+    restore([shard_of(tmp_path)], [part])
+    first, second = part.layers
+    for layer, whole in zip(part.layers, saved.layers, strict=True):
+        assert_same(layer.state_dict(), whole.state_dict())
+    assert first.get_buffer("0.same") is first.get_buffer("1.table")
+    assert first.get_buffer("0.z") is first.get_buffer("1.a") is second.get_buffer("0.made")
+    assert second.get_buffer("1.own") is not second.get_buffer("1.other")
+
+
+def test_a_made_buffer_that_the_model_no_longer_saves_is_refused(tmp_path: Path) -> None:
+    def of(*, persistent: bool) -> StageState:
+        layer = nn.Identity()
+        layer.register_buffer("cache", torch.ones(2), persistent=persistent)
+        return StageState(LayerNames(("0",)), [layer], [layer.state_dict()], built_buffers=[{}])
+
+    save_worker_files(tmp_path, 0, 1, [of(persistent=True)])
+    with pytest.raises(UsageError, match=r"does not have 0\.cache$"):
+        restore([shard_of(tmp_path)], [of(persistent=False)])
+
+
 def test_statistics_of_a_norm_that_tracks_none_any_more_are_refused(tmp_path: Path) -> None:
     def of(*, tracks: bool) -> StageState:
         layer = nn.BatchNorm1d(2, track_running_stats=tracks)
