@@ -200,12 +200,10 @@ def extent_of(shape: Sequence[int], strides: Sequence[int]) -> int | None:
 def pack(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements that move as one contiguous tensor, a view where possible."""
     tensor = tensor.detach()
-    resolved = tensor
-    if tensor.is_conj() or tensor.is_neg():  # marks that are not in the bytes
-        resolved = tensor.resolve_conj().resolve_neg()
-    if resolved.is_contiguous():
-        return resolved
-    return _moving(resolved, layout_of(tensor)).contiguous()
+    moving = tensor if tensor.is_contiguous() else _moving(tensor, layout_of(tensor))
+    if moving.is_conj() or moving.is_neg():  # marks that are not in the bytes
+        moving = moving.resolve_conj().resolve_neg()
+    return moving.contiguous()
 
 
 def unpack(flat: torch.Tensor, layout: Layout) -> torch.Tensor:

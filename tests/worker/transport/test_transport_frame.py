@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -214,8 +215,16 @@ def test_a_dense_tensor_is_copied_at_neither_end(make: Any) -> None:
 
 def test_a_lazy_conjugate_arrives_conjugated() -> None:
     tensor = torch.tensor([[1 + 2j, 3 - 1j]])
-    for lazy in (tensor.conj(), tensor.mH, torch.conj(tensor).imag):
+    for lazy in (
+        tensor.conj(),
+        tensor.mH,
+        torch.conj(tensor).imag,
+        tensor.conj().expand(3, 2),
+        tensor.conj()[:, :, None].expand(3, 2, 4),
+    ):
         assert lazy.is_conj() or lazy.is_neg()
+        assert layouts.pack(lazy).numel() == math.prod(layouts.layout_of(lazy).packed)
+        assert torch.equal(layouts.aligned_copy(lazy), lazy)
         assert torch.equal(cross(lazy).resolve_conj(), lazy.resolve_conj())
 
 
