@@ -250,12 +250,12 @@ KINDS: dict[str, Factory] = {
     "map-style": Mapped,
     "iterable dataset": lambda: DataLoader(Streamed(), batch_size=None),
     "loader": shuffled,
-    "loader with a generator": lambda: shuffled(generator=seeded()),
     "batch sampler": lambda: DataLoader(
         Mapped(SAMPLES),
         batch_sampler=BatchSampler(RandomSampler(range(SAMPLES), generator=seeded()), BATCH, False),
         collate_fn=together,
     ),
+    "loader with a generator": lambda: shuffled(generator=seeded()),
     "one-shot": OneShot,
     "state": Stateful,
     "state, round": Cyclic,
