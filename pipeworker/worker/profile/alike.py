@@ -125,7 +125,7 @@ def _plain(value: Any, levels: int = _MOST_LEVELS) -> str:
         parts = (value.func, value.args, value.keywords)
         return f"partial {[_plain(part, levels - 1) for part in parts]}"
     if isinstance(value, Enum):
-        return f"{type(value)} {value.name}"
+        return f"{type(value)} {value.name or value.value}"  # Python 3.10 names no combined flags
     if is_dataclass(value) and not isinstance(value, type):
         names = (one.name for one in fields(value) if not _PLACES.search(one.name))
         value = {name: getattr(value, name, None) for name in names}

@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, Flag
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,12 @@ class Mode(Enum):
     EXACT = 2
 
 
+class Parts(Flag):
+    FIRST = 1
+    SECOND = 2
+    THIRD = 4
+
+
 @dataclass
 class Config:
     factor: int
@@ -107,6 +113,7 @@ def scaled(factor: int) -> Callable[[torch.Tensor], torch.Tensor]:
         [{"scale_factor": 2}, {"scale_factor": 4}],
         [nn.ReLU, nn.GELU],
         [Mode.FAST, Mode.EXACT],
+        [Parts.FIRST | Parts.SECOND, Parts.FIRST | Parts.THIRD],
         [Config(2), Config(4)],
     ],
 )
