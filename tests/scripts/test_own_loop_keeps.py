@@ -176,7 +176,7 @@ ENDED = """
         pytest.param("layer", 1, marks=slow),
         ("layer", 3),
         ("interrupt", 1),
-        ("update", 1),
+        pytest.param("update", 1, marks=slow),
         pytest.param("terminated", 1, marks=slow),
         pytest.param("loop", 2, marks=slow),
         ("everywhere", 2),

@@ -17,7 +17,7 @@ PLANNED = ("README.md", "bubble.md", "schedule-file.md", "records.md")
 """Pages whose jobs are planned from measured layers, which takes time."""
 
 LONG = (
-    *("bubble.md", "coming-from.md", "fine-tuning.md", "notebooks.md"),
+    *("bubble.md", "coming-from.md", "data.md", "fine-tuning.md", "hooks.md", "notebooks.md"),
     *("debugging.md", "job-file.md", "many-machines.md"),
     *("own-loop.md", "records.md", "unattended.md"),
 )

@@ -19,6 +19,7 @@ from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.offload import Copies
 from pipeworker.worker.stage.saved_buffers import SavedBuffers
 from pipeworker.worker.stage.stage import Stage
+from support.slow import mostly_slow
 
 WIDTH = 3
 
@@ -199,7 +200,7 @@ def inputs(step: int) -> Sequence[torch.Tensor]:
     return torch.randn(4, 5, WIDTH, generator=generator).unbind()
 
 
-@pytest.mark.parametrize("recompute", [(), (0,), (0, 2), (1, 2, 3)])
+@pytest.mark.parametrize("recompute", mostly_slow([(0, 2), (0,), (), (1, 2, 3)], 2))
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize(
     "kind",

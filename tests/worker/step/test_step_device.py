@@ -152,8 +152,8 @@ def test_compute_waits_on_the_device_for_the_mini_batch(without: str) -> None:
     [
         ("compute", "offloads>compute"),
         ("offloads", "compute>offloads"),
-        ("offloads", ""),
-        ("compute", ""),
+        pytest.param("offloads", "", marks=slow),
+        pytest.param("compute", "", marks=slow),
     ],
 )
 def test_offloaded_tensors_are_copied_in_order_with_compute(eager: str, without: str) -> None:

@@ -82,6 +82,7 @@ def check(
     return expected
 
 
+@slow
 def test_equals_the_plain_loop() -> None:
     check(mlp(), data(8, 8), ways=ways)
 

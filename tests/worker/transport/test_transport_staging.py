@@ -26,6 +26,7 @@ from pipeworker.worker.transport.unchanged import Unchanged
 from support.devices.device import EAGER, ORDERS, LateDevice
 from support.draws import draws
 from support.in_process.transport import MemoryLink
+from support.slow import mostly_slow
 
 MICROBATCHES = 6
 Make = Callable[[torch.Tensor], Any]
@@ -97,7 +98,7 @@ def right(found: list[tuple[Any, Any]]) -> bool:
     return all(a is b is None or torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("make", [bare, nested])
+@pytest.mark.parametrize("make", mostly_slow([nested, bare], 2))
 @pytest.mark.parametrize("eager", EAGER)
 def test_every_bit_arrives_with_any_stream_late(eager: tuple[str, ...], make: Make) -> None:
     assert right(sent_and_received(LateDevice(eager), make))
