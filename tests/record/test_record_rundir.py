@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,14 +86,14 @@ def test_create_makes_the_requested_directory(tmp_path: Path) -> None:
 def test_create_leaves_nothing_where_the_folder_of_logs_cannot_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = os.mkdir
+    make = Path.mkdir
 
-    def refuse(path: Path, *mode: int) -> None:
-        if Path(path).name == "logs":
+    def refuse(path: Path, *args: Any, **options: Any) -> None:
+        if path.name == "logs":
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        make(path, *mode)
+        make(path, *args, **options)
 
-    monkeypatch.setattr(os, "mkdir", refuse)
+    monkeypatch.setattr(Path, "mkdir", refuse)  # Python 3.10 has taken os.mkdir before
     with pytest.raises(UsageError, match="cannot be made: No space left on device"):
         rundir.create(str(tmp_path / "a" / "b"), Path("job.py"))
     assert list(tmp_path.iterdir()) == []
