@@ -87,7 +87,7 @@ def _misfit(folder: Path, diff: StateDictDiff) -> str:
     if folder == MEMORY:
         return (
             f"the snapshot in memory is not of the model that model() builds: {diff}; if a forward "
-            "registers a parameter or a module, make it in __init__"
+            "registers a parameter, a module or buffers that share memory, make them in __init__"
         )
     return f"the checkpoint {folder} is of another model: {diff}"
 

@@ -140,7 +140,8 @@ class StageState:
         """Return the buffers in state dicts that forwards have registered, or given another shape.
 
         Each name has that of the buffer in a state dict, if possible a built one, that is the same
-        tensor; the first of several, which may be itself.
+        tensor; the first of several, which may be itself. A buffer that shares memory with another
+        one in another way is left out: it would have memory of its own after a restore.
         """
         kept: list[tuple[int, str, torch.Tensor]] = []
         made: list[tuple[int, str, torch.Tensor]] = []
@@ -150,9 +151,15 @@ class StageState:
                     is_kept = built.get(key) == _info_of(buffer)
                     (kept if is_kept else made).append((index, key, buffer))
         firsts: dict[int, str] = {}
+        sharers: dict[int, set[int]] = {}  # the buffers of each storage
         for index, key, buffer in [*kept, *made] if made else ():
             firsts.setdefault(id(buffer), self.names.parameter(index, key))
-        return {self.names.parameter(index, key): firsts[id(buffer)] for index, key, buffer in made}
+            sharers.setdefault(_memory_of(buffer), set()).add(id(buffer))
+        return {
+            self.names.parameter(index, key): firsts[id(buffer)]
+            for index, key, buffer in made
+            if len(sharers[_memory_of(buffer)]) == 1
+        }
 
     def buffer_strides(self) -> dict[str, list[int]]:
         """Return the strides of buffers that have several dims, by name.
@@ -336,6 +343,12 @@ def check_savable(
 def buffer_infos(layer: nn.Module) -> dict[str, TensorInfo]:
     """Return the dtype and the shape of each buffer of a layer, by all of its names."""
     return {key: _info_of(buffer) for key, buffer in layer.named_buffers(remove_duplicate=False)}
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    """Return a number for the memory of a tensor, which its views share."""
+    is_strided = tensor.layout is torch.strided and tensor.numel() > 0
+    return tensor.untyped_storage().data_ptr() if is_strided else id(tensor)
 
 
 def _info_of(tensor: torch.Tensor) -> TensorInfo:

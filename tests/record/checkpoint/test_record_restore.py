@@ -407,6 +407,20 @@ def test_buffers_that_forwards_made_of_one_tensor_are_one_again(tmp_path: Path) 
     assert second.get_buffer("1.own") is not second.get_buffer("1.other")
 
 
+def test_a_made_buffer_that_is_a_view_of_another_is_refused(tmp_path: Path) -> None:
+    """A change of the other one would not reach it after a restore."""
+    layer = nn.Identity()
+    layer.register_buffer("whole", torch.arange(4.0))
+    layer.register_buffer("part", layer.get_buffer("whole")[:2])
+    built = [{"whole": (torch.float32, (4,))}]
+    part = StageState(LayerNames(("0",)), [layer], [layer.state_dict()], built_buffers=built)
+    save_worker_files(tmp_path, 0, 1, [part])
+    own = nn.Identity()
+    own.register_buffer("whole", torch.zeros(4))
+    with pytest.raises(UsageError, match=r"does not have 0\.part$"):
+        restore([shard_of(tmp_path)], [StageState(LayerNames(("0",)), [own], [own.state_dict()])])
+
+
 def test_a_made_buffer_that_the_model_no_longer_saves_is_refused(tmp_path: Path) -> None:
     def of(*, persistent: bool) -> StageState:
         layer = nn.Identity()
