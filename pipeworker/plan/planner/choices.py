@@ -75,15 +75,18 @@ class Alternative:
 def plan_request(facts: NetworkFacts, request: PlanRequest, *, strict: bool = True) -> Planned:
     """Plan a network as requested; `strict` says whether it must fit into the memory.
 
+    A mini-batch of fewer samples than micro-batches has a micro-batch for each sample, as in a job.
+
     Raises:
         UsageError: nothing fits although it must, or the request does not fit the network.
     """
     facts = _with_options(facts, request)
+    count = min(request.microbatches, facts.batch_samples or request.microbatches)
     if request.schedule == AUTO:
         return search(
             facts,
             request.workers,
-            request.microbatches,
+            count,
             replicas=request.replicas,
             recompute=request.recompute,
             strict=strict,
@@ -99,7 +102,7 @@ def plan_request(facts: NetworkFacts, request: PlanRequest, *, strict: bool = Tr
         facts,
         order,
         placement,
-        request.microbatches,
+        count,
         balance=request.balance,
         recompute=modes,
         strict=strict,
@@ -155,6 +158,7 @@ def largest_microbatches(facts: NetworkFacts, request: PlanRequest) -> int:
 
     MOST_MICROBATCHES means that as many or more fit.
     """
+    facts = replace(facts, batch_samples=0)  # a mini-batch of any size
 
     def fits(count: int) -> bool:
         return _fits(facts, replace(request, microbatches=count * request.replicas))

@@ -41,6 +41,22 @@ def test_a_request_is_planned_as_its_options_say() -> None:
     assert plan_request(facts, looped).schedule.placement.stages == 6
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "auto"])
+def test_a_plan_has_no_more_micro_batches_than_the_mini_batch_had_samples(schedule: str) -> None:
+    request = PlanRequest(schedule, 2, 10**9, replicas=2)
+    facts = replace(network(LAYERS), batch_samples=6)
+    found = plan_request(facts, request)
+    assert found == plan_request(facts, replace(request, microbatches=6))
+    assert found.schedule.microbatches == 3  # of each replica
+    written = plan_request(replace(facts, batch_samples=1), PlanRequest(OWN, 2, 2))
+    assert written.schedule.microbatches == 1
+    limits = tuple(size + 20 for size in written.memory)
+    small = replace(facts, batch_samples=1, limits=limits)
+    assert largest_microbatches(small, GPIPE) == largest_microbatches(
+        replace(small, batch_samples=0), GPIPE
+    )
+
+
 def test_a_search_for_the_schedule_keeps_to_the_other_options() -> None:
     asked = PlanRequest("auto", 2, 4, recompute="always", replicas=2)
     found = plan_request(network(LAYERS), asked)
