@@ -21,7 +21,8 @@ EVEN: Literal["even"] = "even"
 
 def sizes(count: int, parts: int) -> list[int]:
     """Return how many of `count` items each of `parts` parts has."""
-    return [len(block(count, parts, part)) for part in range(parts)]
+    size, extra = divmod(count, parts or 1)
+    return [size + 1] * extra + [size] * (parts - extra)
 
 
 def block(count: int, parts: int, part: int) -> range:

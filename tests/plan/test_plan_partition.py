@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pipeworker.errors import UsageError
 from pipeworker.facts.connections import SharedBuffer
 from pipeworker.plan.partition import (
+    block,
     check_balance,
     check_entries,
     cuts,
@@ -16,6 +17,7 @@ from pipeworker.plan.partition import (
     nearest,
     parse_balance,
     ranges,
+    sizes,
 )
 
 balances = st.lists(st.integers(1, 9), min_size=1, max_size=8).map(tuple)
@@ -27,6 +29,11 @@ balances = st.lists(st.integers(1, 9), min_size=1, max_size=8).map(tuple)
 )
 def test_even(layers: int, stages: int, balance: tuple[int, ...]) -> None:
     assert even(layers, stages) == balance
+
+
+@given(count=st.integers(0, 60), parts=st.integers(0, 70))
+def test_sizes_are_those_of_the_blocks(count: int, parts: int) -> None:
+    assert sizes(count, parts) == [len(block(count, parts, part)) for part in range(parts)]
 
 
 @given(stages=st.integers(1, 20), more=st.integers(0, 60))
