@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from pipeworker.display.text import data_size
-from pipeworker.errors import RecordError, UsageError, reading
+from pipeworker.errors import PipeworkerError, RecordError, UnreadableFile, UsageError, reading
 from pipeworker.plan.figures import plural
 from pipeworker.record.checkpoint.folder import remove_unless_held
 from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
@@ -18,7 +18,7 @@ from pipeworker.record.files.bounded_file import ABSENT
 from pipeworker.record.lock import RunLock
 from pipeworker.record.run_record import RunRecord
 from pipeworker.record.rundir import RunDir, files_below
-from pipeworker.runs.info import RUNNING
+from pipeworker.runs.info import RUNNING, Run
 from pipeworker.runs.listing import one_line, read_runs
 
 _OURS = re.compile(
@@ -43,33 +43,26 @@ def prune(folder: Path, *, keep_weights: bool, dry_run: bool) -> Iterator[str]:
 
     Raises:
         UsageError: the folder does not exist, or cannot be read.
-        RecordError: a checkpoint cannot be removed.
+        RecordError, UnreadableFile: a checkpoint of a run cannot be removed, or not be read now.
+            The other runs have been pruned then.
     """
     runs, damaged = read_runs(folder)
     for path, why in damaged.items():
         yield one_line(f"{path.name}: left alone: {why}")
     total = count = 0
+    failed: PipeworkerError | None = None
     for run in runs:
-        name, run_dir = run.path.resolve().name, RunDir(run.path)
-        with ExitStack() as stack:
-            reason = "it is a link" if run.path.is_symlink() else ""
-            if run.status == RUNNING:
-                reason = "it is running"
-            elif not dry_run and not reason:
-                try:
-                    stack.enter_context(RunLock(run_dir.lock, exclusive=True))
-                except BlockingIOError:
-                    reason = "it is running"
-                except OSError as error:
-                    raise RecordError(run_dir.lock, error) from None
-            if not reason and run_dir.checkpoints.path.is_symlink():
-                reason = f"{run_dir.checkpoints.path} is a link"
-            if reason:
-                yield one_line(f"{name}: left alone: {reason}")
-                continue
-            with reading(run_dir.checkpoints.path):
-                found = _removable(run_dir, run.record, keep_weights=keep_weights)
-            freed = _remove(found, dry_run=dry_run)
+        name = run.path.resolve().name
+        try:
+            freed, reason = _prune(run, keep_weights=keep_weights, dry_run=dry_run)
+        except (RecordError, UnreadableFile) as error:
+            if failed is not None:
+                yield one_line(f"error: {failed}")
+            failed = error
+            continue
+        if reason:
+            yield one_line(f"{name}: left alone: {reason}")
+            continue
         sizes = {path: size for path, size in freed.items() if size is not None}
         for path in freed.keys() - sizes.keys():
             yield one_line(f"{name}: left alone: another job reads {path.name}")
@@ -79,6 +72,35 @@ def prune(folder: Path, *, keep_weights: bool, dry_run: bool) -> Iterator[str]:
             yield one_line(f"{name}: {'would remove' if dry_run else 'removed'} {listed}")
     verb = "would free" if dry_run else "freed"
     yield f"{verb} {data_size(total)} in {plural(count, 'run')}"
+    if failed is not None:
+        raise failed
+
+
+def _prune(run: Run, *, keep_weights: bool, dry_run: bool) -> tuple[dict[Path, int | None], str]:
+    """Remove checkpoints of a run; return what :func:`_remove` returns, or why none is removed.
+
+    Raises:
+        UnreadableFile: a checkpoint cannot be read now.
+        RecordError: a checkpoint cannot be removed, or the run's lock cannot be opened.
+    """
+    run_dir = RunDir(run.path)
+    with ExitStack() as stack:
+        if run.status == RUNNING:
+            return {}, "it is running"
+        if run.path.is_symlink():
+            return {}, "it is a link"
+        if not dry_run:
+            try:
+                stack.enter_context(RunLock(run_dir.lock, exclusive=True))
+            except BlockingIOError:
+                return {}, "it is running"
+            except OSError as error:
+                raise RecordError(run_dir.lock, error) from None
+        if run_dir.checkpoints.path.is_symlink():
+            return {}, f"{run_dir.checkpoints.path} is a link"
+        with reading(run_dir.checkpoints.path):
+            found = _removable(run_dir, run.record, keep_weights=keep_weights)
+        return _remove(found, dry_run=dry_run), ""
 
 
 def _removable(run_dir: RunDir, record: RunRecord, *, keep_weights: bool) -> list[Path]:

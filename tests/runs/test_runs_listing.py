@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import cli
 from pipeworker.job.option_parsing import make_options
 from pipeworker.record import run_record
-from pipeworker.record.checkpoint.folder import held
+from pipeworker.record.checkpoint.folder import held, remove_unless_held
 from pipeworker.record.lock import RunLock
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs.info import Run
@@ -290,10 +290,39 @@ def test_prune_removes_nothing_where_a_checkpoint_cannot_be_read_now(
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     monkeypatch.setattr("pipeworker.record.checkpoint.manifest.describe_file", fail)
-    reason = refused("prune", "runs", "--keep-weights")
-    assert reason.startswith("runs/a/checkpoints/step-00000003/model-")
-    assert "safetensors: cannot be read: Input/output error" in reason
+    done = CliRunner().invoke(cli.main, ["prune", "runs", "--keep-weights"])
+    freed, error = done.output.splitlines()
+    assert freed == "freed 0B in 0 runs"
+    assert error.startswith("error: runs/a/checkpoints/step-00000003/model-")
+    assert "safetensors: cannot be read: Input/output error" in error
+    assert done.exit_code == 2
     assert made.checkpoints.steps() == [1, 2, 3]
+
+
+def test_prune_goes_on_behind_a_run_whose_disk_fails(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [RunDir(folder / "runs" / name) for name in "abc"]
+    for run_dir in made:
+        complete(run_dir, 1)
+    bad = [run_dir.checkpoints.path.resolve() for run_dir in made[:2]]
+
+    def fail(path: Path) -> bool:
+        if path.resolve().parent in bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return remove_unless_held(path)
+
+    monkeypatch.setattr("pipeworker.runs.prune.remove_unless_held", fail)
+    done = CliRunner().invoke(cli.main, ["prune", "runs", "--remove-weights"])
+    lines = done.output.splitlines()
+    assert [line.partition(" (")[0] for line in lines if not line.startswith("freed")] == [
+        "error: runs/a/checkpoints/step-00000001: cannot be written: Input/output error",
+        "c: removed step-00000001",
+        "error: runs/b/checkpoints/step-00000001: cannot be written: Input/output error",
+    ]
+    assert lines[-2].endswith(" in 1 run")
+    assert done.exit_code == 1
+    assert [run_dir.checkpoints.steps() for run_dir in made] == [[1], [1], []]
 
 
 def test_prune_leaves_what_is_running_and_what_is_a_link_alone(
@@ -363,12 +392,14 @@ def test_prune_names_what_it_cannot_use(folder: Path, monkeypatch: pytest.Monkey
     for used, named in (("RunLock", "runs/a/.lock"), ("remove_unless_held", path)):
         with monkeypatch.context() as patched:
             patched.setattr(f"pipeworker.runs.prune.{used}", fail)
-            done = CliRunner().invoke(cli.main, ["prune", "runs", "--remove-weights"])
-        first, last = done.output.splitlines()
-        assert first.startswith("0: left alone: not the directory of a run; ")
+            done = CliRunner().invoke(cli.main, ["prune", "runs/a", "--remove-weights"])
+        freed, last = done.output.splitlines()
+        assert freed == "freed 0B in 0 runs"
         assert last.startswith(f"error: {named}: ")
         assert last.endswith("Input/output error")
         assert done.exit_code == 1
+    first = run("prune", "runs", "--remove-weights").splitlines()[0]
+    assert first.startswith("0: left alone: not the directory of a run; ")
 
 
 def test_prune_says_what_it_would_keep(folder: Path) -> None:
