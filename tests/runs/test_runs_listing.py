@@ -299,7 +299,7 @@ def test_prune_removes_nothing_where_a_checkpoint_cannot_be_read_now(
     assert made.checkpoints.steps() == [1, 2, 3]
 
 
-def test_prune_goes_on_behind_a_run_whose_disk_fails(
+def test_prune_continues_after_a_run_whose_disk_fails(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = [RunDir(folder / "runs" / name) for name in "abc"]
