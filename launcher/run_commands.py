@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from launcher.command import JSON, PATH, RUN
+from launcher.command import JSON, PATH, RUN, NonEmptyPath
 from pipeworker.errors import UsageError
 
 
@@ -123,7 +123,7 @@ def top(run: Path, *, once: bool, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", type=NonEmptyPath())
 def cancel(run: str) -> None:
     """End the job of RUN, wherever it runs, with a checkpoint.
 

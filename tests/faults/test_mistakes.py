@@ -91,6 +91,7 @@ def test_a_wrong_argument_gets_one_line(tmp_path: Path) -> None:
         (("launch", "--resume", ""), "--run-dir"),
         (("export", "run", ""), "OUT"),
         (("show", ""), "RUN"),
+        (("cancel", ""), "RUN"),
         (("list", ""), "[DIR]"),
         (("trace", "run", "-o", ""), "-o / --output"),
     ],
