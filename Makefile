@@ -29,7 +29,7 @@ demo: $(VENV)/.run
 	$(BIN)/pipeworker launch --stages 4 --steps 100 --evaluate-every 25 --run-dir $$run examples/bytelm.py && \
 	echo "generated:" && $(BIN)/python examples/bytelm.py $$run
 
-test: $(VENV)/.collected
+test: $(VENV)/.test
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal $(TESTS)
 
 test-all:
@@ -88,11 +88,6 @@ $(VENV)/.run: setup.cfg pyproject.toml
 $(VENV)/.test: setup.cfg pyproject.toml
 	$(INSTALL) '.[$(EXTRAS)]'
 	touch $(VENV)/.run $@
-
-# Otherwise each of the processes of the first run would compile all test modules.
-$(VENV)/.collected: $(VENV)/.test
-	found=$$($(BIN)/python -m pytest --collect-only --quiet) || { echo "$$found" | tail -50; exit 1; }
-	touch $@
 
 $(VENV)/.docs: setup.cfg pyproject.toml
 	$(INSTALL) '.[docs]'

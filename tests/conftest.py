@@ -37,11 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Have one process compile the test modules in a new checkout, before the others load them."""
-    tests = Path(__file__).parent
+    compiled = Path(__file__).parent.rglob(f"test_*.{sys.implementation.cache_tag}-*.pyc")
     gc.disable()  # nearly all of what is imported stays
     with Path(__file__).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if sys.dont_write_bytecode or any(tests.rglob("test_*.pyc")):
+        if sys.dont_write_bytecode or any(compiled):
             fcntl.flock(lock, fcntl.LOCK_UN)
         try:
             return (yield)
