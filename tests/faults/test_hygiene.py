@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeworker.errors import UsageError
+from pipeworker.host.lifetime import is_stopped
 from pipeworker.runs.begin import RunRequest
 from pipeworker.timings import DEFAULT
 from support.processes.forked import Server
@@ -57,6 +61,10 @@ WRITING = JOB.replace(
 WRITING = WRITING.replace("return nn.f", 'losses.write("loss\\n")\n        return nn.f')
 WRITING = WRITING.replace("x = torch.randn", 'reads.write(b"read\\n")\n            x = torch.randn')
 
+LOADED = SLEEPERS.partition("    def data")[0] + LOADER[LOADER.index("    class Numbers") :]
+LOADED = LOADED.replace("return torch.full", "time.sleep(0.01)\n            return torch.full")
+"""It also has the processes of a data loader."""
+
 ENDLESS = ("--stages", "3", "--microbatches", "4", "--steps", "1000000")
 
 
@@ -71,7 +79,7 @@ def start(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Live]:
         shared = set(Path("/dev/shm").iterdir())
         process, path = jobs.start(*ENDLESS, *words, source=source, **options)
         live = Live(process, path, jobs.folder, shared)
-        if source is SLEEPERS:
+        if source in (SLEEPERS, LOADED):
             until(lambda: steps_of(path) > 2)
             (child,) = jobs.folder.glob("child-*")
             assert int(child.read_text()) in processes_of(jobs.folder)
@@ -83,13 +91,14 @@ def start(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Live]:
 @pytest.mark.parametrize(
     ("stage", "number", "how"),
     [
-        (0, signal.SIGKILL, "was killed by SIGKILL"),
+        pytest.param(0, signal.SIGKILL, "was killed by SIGKILL", marks=slow),
         (1, signal.SIGTERM, "was ended by SIGTERM"),
     ],
 )
 def test_a_killed_worker_fails_the_job(
     start: Callable[..., Live], stage: int, number: signal.Signals, how: str
 ) -> None:
+    """For SIGKILL see also ``test_errors.py``."""
     live = start("--max-restarts", "0")
     os.kill(live.pid(f"stage {stage}"), number)
     status, stderr = live.end()
@@ -131,47 +140,96 @@ def test_no_unfinished_checkpoint_stays(jobs: Jobs) -> None:
     assert list((run.path / "checkpoints").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "killed",
-    [
-        pytest.param((), marks=slow, id="none"),
-        pytest.param(("stage 0",), id="stage"),
-        pytest.param(("agent",), marks=slow, id="agent"),
-        pytest.param(("launcher", "agent"), id="both"),
-    ],
-)
-def test_no_socket_stays(start: Callable[..., Live], killed: tuple[str, ...]) -> None:
-    """The processes of a data loader have sockets, whose paths may have 107 characters.
-
-    Without a fault the job ends in mid-epoch, by an interrupt.
-    """
-    live = start(source=LOADER)
-    until(lambda: steps_of(live.path) > 2)
-    assert [*(live.folder / "tmp").glob("pymp-*/listener-*")]
-    before = steps_of(live.path)
-    pids = [live.pid(process) for process in killed]
-    for number in (signal.SIGSTOP, signal.SIGKILL):  # no process reacts to the end of another
+def kill_at_once(live: Live, *processes: str) -> None:
+    """Kill processes of a job, none of which reacts to the end of another."""
+    pids = [live.pid(process) for process in processes]
+    for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in pids:
             os.kill(pid, number)
-    if "launcher" not in killed:
-        until(lambda: steps_of(live.path) > before + 2)
-        live.process.send_signal(signal.SIGINT)
-        assert live.end()[0] == 130
+
+
+def train_on(live: Live) -> None:
+    """Wait for more steps."""
+    before = steps_of(live.path)
+    until(lambda: steps_of(live.path) > before + 2)
+
+
+def check_sockets(live: Live) -> None:
+    """Check that a data loader's processes have sockets, whose paths may have 107 characters."""
+    assert [*(live.folder / "tmp").glob("pymp-*/listener-*")]
+
+
+def test_no_socket_stays(start: Callable[..., Live]) -> None:
+    """A worker is killed, and then launcher and agent; nothing of their own stays either."""
+    live = start(source=LOADED)
+    check_sockets(live)
+    kill_at_once(live, "stage 0")
+    train_on(live)
+    check_sockets(live)
+    kill_at_once(live, "launcher", "agent")
     live.check_gone()
 
 
-def test_nothing_is_left_when_launcher_and_agent_are_killed_at_once(
-    start: Callable[..., Live],
-) -> None:
-    live = start()
-    agent = live.pid("agent")
-    os.kill(agent, signal.SIGSTOP)  # it does not notice that the launcher is gone
-    os.kill(live.pid("launcher"), signal.SIGKILL)
-    os.kill(agent, signal.SIGKILL)
+@slow
+@pytest.mark.parametrize("killed", [(), ("agent",)], ids=["none", "agent"])
+def test_no_sockets_stay(start: Callable[..., Live], killed: tuple[str, ...]) -> None:
+    """The job ends in mid-epoch, by an interrupt."""
+    live = start(source=LOADED)
+    check_sockets(live)
+    kill_at_once(live, *killed)
+    train_on(live)
+    live.process.send_signal(signal.SIGINT)
+    assert live.end()[0] == 130
     live.check_gone()
 
 
-def test_stopped_processes_end_with_their_launcher(start: Callable[..., Live]) -> None:
+BARE = """
+import sys, types
+
+modules = ("internals", "process", "model.survey_process", "data.reader_process")
+for name in ("model", "data", *modules):
+    name = f"pipeworker.worker.{name}"
+    sys.modules[name] = types.SimpleNamespace(preload=lambda: None)
+"""
+"""In place of torch, which an agent imports for a second."""
+LAUNCHER = """
+import sys
+from pipeworker.host.line_process import start_agent, start_coordinator
+from pipeworker.job.options import Options
+from pipeworker.wire.keys import new_token
+from pipeworker.wire.lines import Configuration
+
+agent, coordinator = start_agent(), start_coordinator()
+options = Options("job.py", 1, 1).to_json()
+coordinator.send(Configuration(options, sys.argv[1], new_token(), "127.0.0.1", 1))
+for process in (agent, coordinator):
+    assert process.receive()[0]
+print(agent.pid, coordinator.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_stopped_processes_end_with_their_launcher(jobs: Jobs) -> None:
+    """The kernel wakes them if the launcher is their parent, so they read that it has ended."""
+    jobs.write(BARE, "bare/torch.py")
+    (jobs.folder / "run" / "logs").mkdir(parents=True)
+    path = os.pathsep.join([str(jobs.folder / "bare"), *sys.path])
+    words = ("-c", LAUNCHER, str(jobs.folder / "run"))
+    launcher = jobs.python(
+        *words, cold=True, stdin=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert launcher.stdout is not None
+    pids = [int(word) for word in launcher.stdout.readline().split()]
+    assert len(pids) == 2
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+        until(partial(is_stopped, pid))
+    launcher.kill()
+    until(lambda: not processes_of(jobs.folder), SECONDS)
+
+
+@slow
+def test_stopped_processes_of_a_job_end_with_its_launcher(start: Callable[..., Live]) -> None:
     live = start(cold=True)  # the launcher is their parent
     for process in ("coordinator", "agent"):
         os.kill(live.pid(process), signal.SIGSTOP)
@@ -221,10 +279,11 @@ def test_a_run_directory_is_in_use_until_all_processes_that_write_there_are_gone
     live.process.communicate(timeout=SECONDS)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=slow)])
 def test_a_signal_ends_the_job_after_its_step(
     start: Callable[..., Live], number: signal.Signals
 ) -> None:
+    """A terminal sends SIGHUP when it is closed, see below."""
     live = start()
     live.process.send_signal(number)
     status, stderr = live.end()
@@ -249,12 +308,19 @@ raise SystemExit(7)
 before a longer call of the system until that call returns."""
 
 
-@pytest.mark.parametrize(
-    ("number", "expected"), [(signal.SIGTERM, 130), (signal.SIGHUP, 130), (signal.SIGUSR1, 7)]
-)
-@pytest.mark.parametrize("command", ["launch", "evaluate", "plan"])
+IN_IMPORT = [
+    pytest.param(command, number, expected, marks=slow if (row - column) % 3 else ())
+    for row, command in enumerate(("launch", "evaluate", "plan"))
+    for column, (number, expected) in enumerate(
+        ((signal.SIGTERM, 130), (signal.SIGHUP, 130), (signal.SIGUSR1, 7))
+    )
+]
+"""Each command, and each signal, once by default."""
+
+
+@pytest.mark.parametrize(("command", "number", "expected"), IN_IMPORT)
 def test_a_signal_while_a_command_is_imported_has_its_effect(
-    jobs: Jobs, number: signal.Signals, command: str, expected: int
+    jobs: Jobs, command: str, number: signal.Signals, expected: int
 ) -> None:
     """A module that waits for the test stands for a package that the command line imports."""
     held = jobs.folder / "held"

@@ -147,9 +147,11 @@ SLEEPERS = CALM.replace(
 
     def model""",
 ).replace("nn.Tanh()", "Parent(), nn.Tanh()")
+SLEEPERS = SLEEPERS.replace("sleep(0.05)", "sleep(0.05 if _ < 3 else 0.2)")
 """Layer 3, on the middle stage of three, starts a process that runs until it is killed.
 
-It makes the files that torch and CUDA make in shared memory, too.
+It makes the files that torch and CUDA make in shared memory, too. The job sleeps for longer after
+its first steps, because a test may wait for a timeout then.
 """
 
 DIES = """
