@@ -147,7 +147,7 @@ FILLS = """
 @pytest.mark.parametrize(
     "where",
     mostly_slow(
-        ["plan.json", "evaluation.jsonl", "metrics.jsonl", "summary.json", "checkpoints/"], 2
+        ["metrics.jsonl", "plan.json", "evaluation.jsonl", "checkpoints/", "summary.json"], 5
     ),
 )
 def test_a_disk_that_fills_up(jobs: Jobs, big_disk: Path, where: str) -> None:
@@ -263,7 +263,7 @@ def test_too_few_processes(jobs: Jobs, most: int) -> None:
     until(lambda: not processes_of(jobs.folder))
 
 
-@pytest.mark.parametrize("closed", [(1,), (0, 1, 2)])
+@pytest.mark.parametrize("closed", [pytest.param((1,), marks=slow), (0, 1, 2)])
 def test_closed_streams(jobs: Jobs, closed: tuple[int, ...]) -> None:
     """No file that is opened gets their descriptors, and no print fails."""
     run_dir = jobs.folder / "run"
@@ -283,7 +283,7 @@ def test_closed_streams(jobs: Jobs, closed: tuple[int, ...]) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert ("done: 6 steps" in done.stdout) == (1 not in closed)
+    assert done.stdout == ""
     run = Run(run_dir, done.returncode, done.stdout, done.stderr)
     assert run.summary["status"] == "done"
 
@@ -316,7 +316,7 @@ def _to_full(jobs: Jobs, *words: str, **variables: str) -> subprocess.CompletedP
         )
 
 
-@pytest.mark.parametrize("absolute", [True, False])
+@pytest.mark.parametrize("absolute", [True, pytest.param(False, marks=slow)])
 def test_a_working_directory_that_was_removed(jobs: Jobs, absolute: bool) -> None:
     job_file = jobs.write(JOB)
     gone = jobs.folder / "gone"
