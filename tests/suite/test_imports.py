@@ -9,7 +9,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -108,21 +108,27 @@ def tree_of(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text(encoding="utf-8"))
 
 
-def statements(node: ast.AST, *, lazy: bool) -> Iterator[ast.AST]:
-    """Yield all statements of a module, or without `lazy` those that run when it is imported."""
+@cache
+def nodes_of(module: str) -> list[ast.AST]:
+    return list(ast.walk(tree_of(module)))
+
+
+def run_at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements of a module that run when it is imported."""
     for child in ast.iter_child_nodes(node):
-        if not lazy and isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             continue
-        yield child
-        if lazy or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from statements(child, lazy=lazy)
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield child
+            if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield from run_at_import(child)
 
 
 @cache
 def imports(module: str, *, lazy: bool = True) -> set[str]:
     """Return what a module imports, with `lazy` also in functions and for type hints."""
     found = set()
-    for node in statements(tree_of(module), lazy=lazy):
+    for node in nodes_of(module) if lazy else run_at_import(tree_of(module)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -188,10 +194,10 @@ def test_torch_stays_out_of_a_running_coordinator() -> None:
     assert (ran.returncode, ran.stdout.strip()) == (0, ""), ran.stderr
 
 
-def private_names(tree: ast.Module) -> set[str]:
-    """Return the private names of torch that a module uses."""
+def private_names(nodes: Sequence[ast.AST]) -> set[str]:
+    """Return the private names of torch that the nodes of a module use."""
     found, torchs = set(), set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             source = node.module or "" if isinstance(node, ast.ImportFrom) else ""
             for alias in node.names:
@@ -199,14 +205,13 @@ def private_names(tree: ast.Module) -> set[str]:
                 if name.partition(".")[0] == "torch":
                     torchs.add((alias.asname or alias.name).partition(".")[0])
                     found |= {name} if is_private(name) else set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
-            dotted = ast.unparse(node)
             ours = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-            if (node.attr in PRIVATE or node.attr.startswith("_foreach_")) and not ours:
-                found.add(dotted)
-            if dotted.partition(".")[0] in torchs and is_private(dotted):
-                found.add(dotted)
+            listed = (node.attr in PRIVATE or node.attr.startswith("_foreach_")) and not ours
+            if listed or first_name(node) in torchs:
+                dotted = ast.unparse(node)
+                found |= {dotted} if listed or is_private(dotted) else set()
         elif isinstance(node, ast.Constant) and node.value in PRIVATE:
             found.add(repr(node.value))  # for getattr
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("_find", "resolve_name"):
@@ -214,12 +219,25 @@ def private_names(tree: ast.Module) -> set[str]:
     return found
 
 
+def first_name(node: ast.expr) -> str:
+    """Return the name with which an expression of attributes and calls begins, or an empty one."""
+    while not isinstance(node, ast.Name):
+        match node:
+            case ast.Attribute() | ast.Subscript():
+                node = node.value
+            case ast.Call():
+                node = node.func
+            case _:
+                return ""
+    return node.id
+
+
 def is_private(dotted: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in dotted.split("."))
 
 
 def test_the_private_names_of_torch_are_in_one_module() -> None:
-    used = {module: private_names(tree_of(module)) for module in MODULES}
+    used = {module: private_names(nodes_of(module)) for module in MODULES}
     assert {module for module, names in used.items() if names} == {INTERNALS}, used
 
 
@@ -230,12 +248,12 @@ def test_a_worker_checks_each_private_name_of_torch() -> None:
     looked_up = re.findall(r'_find\("(.+?)"\)', Path(internals.__file__).read_text("utf-8"))
     checked = " ".join([*torch_check.BEHAVIOURS, *torch_check.COMPILER, *looked_up])
     typed = {"Store", "PrefixStore", "TCPStore", "Work"}  # for the type checker only
-    names = {re.findall(r"\w+", name)[-1] for name in private_names(tree_of(INTERNALS))}
+    names = {re.findall(r"\w+", name)[-1] for name in private_names(nodes_of(INTERNALS))}
     assert {name for name in names - typed if name not in checked} == set()
 
 
 def test_private_names_would_be_seen() -> None:
-    seen = private_names(tree_of(INTERNALS))
+    seen = private_names(nodes_of(INTERNALS))
     assert {"torch._C._storage_Use_Count", "torch._dynamo", "torch._foreach_mul_"} <= seen
     assert {"'_buffers'", "'_version'", "target._backward_hooks"} <= seen
     assert {"dist.distributed_c10d._get_default_store", "torch._dynamo.config"} <= seen
@@ -249,7 +267,7 @@ y = F._canonical_mask
 getattr(z, "_buffers")
 self._buffers = dist.init_process_group(self._buffers.__class__)
 """
-    assert private_names(ast.parse(text)) == {
+    assert private_names([*ast.walk(ast.parse(text))]) == {
         *("torch.utils._pytree", "torch._C._distributed_c10d.Store", "nn.modules._functions"),
         *("F._canonical_mask", "'_buffers'"),
     }
@@ -267,7 +285,7 @@ def test_a_decision_depends_on_its_arguments_alone() -> None:
         assert not impure, " -> ".join(ways[impure[0]])
         calls = {
             node.func.id
-            for node in ast.walk(tree_of(module))
+            for node in nodes_of(module)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         }
         assert not calls & BUILTIN_SHELLS, module
@@ -287,14 +305,15 @@ def test_no_tensor_is_made_on_the_default_device() -> None:
         (module, node)
         for module in MODULES
         if not module.startswith("launcher.templates.")  # job files
-        for node in ast.walk(tree_of(module))
+        for node in nodes_of(module)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     ]
     made = {
         f"{module}: {ast.unparse(node)}"
         for module, node in calls
         if isinstance(node.func, ast.Attribute)
-        and ast.unparse(node.func.value) == "torch"
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "torch"
         and node.func.attr in MAKERS
         and not any(word.arg in ("device", None) for word in node.keywords)
         and module != "pipeworker.worker.torch_check"  # it runs before a job file is loaded
