@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from support.pages import PAGES, ROOT, Type, Write, actions, follow, missing_line
+from support.pages import PAGES, ROOT, Type, Write, actions, follow, missing_line, tenth
 from support.real_jobs.jobs import Jobs
 from support.slow import slow
 
@@ -22,15 +23,25 @@ LONG = (
     *("own-loop.md", "records.md", "unattended.md"),
 )
 """Pages whose commands take seconds of CPU, or start interpreters of their own."""
+README = ROOT / "README.md"
 
 
 @pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=slow if page.name in LONG else ()) for page in FOLLOWED],
-    ids=lambda page: str(page.relative_to(ROOT)),
+    ("page", "steps"),
+    [
+        pytest.param(README, tenth, id="README.md, a tenth of the steps"),
+        *(
+            pytest.param(
+                *(page, str),
+                marks=slow if page.name in LONG or page == README else (),
+                id=str(page.relative_to(ROOT)),
+            )
+            for page in FOLLOWED
+        ),
+    ],
 )
 def test_the_commands_of_a_page_print_what_it_shows(
-    page: Path, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+    page: Path, steps: Callable[[str], str], jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if page.name in PLANNED:
         for name in ("PIPEWORKER_BALANCE", "PIPEWORKER_RECOMPUTE"):
@@ -39,13 +50,13 @@ def test_the_commands_of_a_page_print_what_it_shows(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the pages are those of a host without a GPU
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else torchrun prints a long warning
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    follow(page.read_text(), jobs)
+    follow(steps(page.read_text()), jobs)
 
 
 def test_the_readme_and_all_how_tos_have_commands() -> None:
     how_tos = {page for page in PAGES if page.parent.name == "howto"}
     assert how_tos
-    assert {ROOT / "README.md"} | how_tos <= {*FOLLOWED}
+    assert {README} | how_tos <= {*FOLLOWED}
 
 
 PAGE = """
@@ -76,6 +87,12 @@ $ python -m pdb job.py
 (Pdb) quit
 ```
 """
+
+
+def test_a_tenth_of_the_steps_is_in_all_commands_and_lines() -> None:
+    page = "60 m\n```console\n$ a --steps 120\nstep 1/60  loss 0.60\nstep-00000120, 5 steps\n```"
+    expected = "60 m\n```console\n$ a --steps 12\nstep 1/6  loss 0.60\nstep-00000012, 5 steps\n```"
+    assert tenth(page) == expected
 
 
 def test_a_page_is_parsed_into_actions() -> None:

@@ -31,6 +31,9 @@ _OF_A_MACHINE = re.compile(r"\d{4}-\d\d-\d\d|\d\d(?::\d\d)+|\d+\.\d+(?:e[-+]\d+)
 """Numbers with a point or of six digits, dates and times."""
 _BALANCE = re.compile(r"\((?:\d+,)*\d+ layers\)")
 """The layers of each stage, by their measured times."""
+_CONSOLE = re.compile(r"(?<=```console\n).*?(?=```)", re.DOTALL)
+_TENS = re.compile(r"(?<![\d.])(0*)([1-9]\d*)0\b(?!\.)")
+"""Multiples of ten; those with leading zeros keep their width."""
 _ANY = "…"
 _PROMPT = "(Pdb) "
 _ENDS_BADLY = ("error:", "interrupted")
@@ -79,6 +82,15 @@ def code(page: str, language: str) -> list[str]:
     """Return the code blocks of a page in a language."""
     blocks = [token for token in tokens(page) if token.type == "fence"]
     return [block.content for block in blocks if block.info.split(" ")[0] == language]
+
+
+def tenth(page: str) -> str:
+    """Return a page whose commands train for a tenth of the steps, and print lines of so many."""
+
+    def divided(found: re.Match[str]) -> str:
+        return found[1] + ("0" if found[1] else "") + found[2]
+
+    return _CONSOLE.sub(lambda block: _TENS.sub(divided, block[0]), page)
 
 
 def actions(page: str) -> list[Write | Type]:
