@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from pipeworker.ranks.rank_info import RankInfo
 from pipeworker.ranks.rendezvous import PeerInfo, rendezvous
 from pipeworker.runs.begin import PreparedRun, RunRequest
 from pipeworker.timings import DEFAULT
+from pipeworker.wire.keys import TOKEN_VARIABLE
 
 INFO = RankInfo(0, 2, 0, 1, "127.0.0.1", 1)
 PEER = PeerInfo("word", "host", "identity", 0, "127.0.0.1")
@@ -86,3 +88,45 @@ def test_nothing_remains_of_a_run_whose_coordinator_has_no_address(
     with pytest.raises(UsageError, match="--interface lo: other hosts of this job cannot reach"):
         rendezvous(info, "job", begin, lambda _: print)
     assert not run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "given", "error"),
+    [
+        (
+            ("a" * 32, "b" * 32),
+            {},
+            "PIPEWORKER_TOKEN: {1} has another value than {0}; set the same",
+        ),
+        (("a" * 32, ""), {}, "PIPEWORKER_TOKEN: {1} has no value, unlike {0}; set the same"),
+        (("", "b" * 32), {}, "PIPEWORKER_TOKEN: {1} has a value, and {0} has none; set"),
+        (
+            ("", ""),
+            {"--microbatches": "8"},
+            "--microbatches: {1} was started with 8, {0} with 4; start all ranks",
+        ),
+        (
+            ("", ""),
+            {"--microbatches": "4", "the words after --": "small x"},
+            "the words after --: {1} was started with small x, {0} without it; start all ranks",
+        ),
+    ],
+)
+def test_a_rank_that_was_started_otherwise_is_named(
+    monkeypatch: pytest.MonkeyPatch, tokens: tuple[str, str], given: dict[str, str], error: str
+) -> None:
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    monkeypatch.setattr(RankInfo, "open_store", lambda _: store)
+    monkeypatch.setattr("pipeworker.ranks.rendezvous.secrets.token_hex", lambda _: "key")
+    monkeypatch.setattr("pipeworker.ranks.rendezvous.timings", lambda: DEFAULT.scaled(0.001))
+    own, others = ({"--microbatches": "4"}, given) if given else ({}, {})
+    monkeypatch.setenv(TOKEN_VARIABLE, tokens[1])
+    peer = PeerInfo.of(dataclasses.replace(INFO, rank=1), others)
+    store.set("pipeworker/job/key/here/1", peer.encode())
+    monkeypatch.setenv(TOKEN_VARIABLE, tokens[0])
+    with pytest.raises(UsageError) as raised:
+        rendezvous(INFO, "job", refuse, lambda _: print, own)
+    ranks = [f"rank {rank} on {socket.gethostname()}" for rank in range(2)]
+    assert str(raised.value).startswith(error.format(*ranks))
+    answer = json.loads(store.get("pipeworker/job/key/answer"))
+    assert (answer["error"], answer["status"]) == (str(raised.value), 2)
