@@ -220,27 +220,25 @@ def test_text_that_torch_prints_at_its_import_is_no_event(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("remote", [True, pytest.param(False, marks=slow)])
-def test_a_worker_whose_coordinator_does_not_answer_names_both(remote: bool) -> None:
+def test_a_worker_whose_coordinator_does_not_answer_names_both(jobs: Jobs, remote: bool) -> None:
     """In a later generation no check precedes its start; a job on one host needs no advice."""
     code = SILENT.replace("True", str(remote))
     with socket.create_server(("127.0.0.1", 0)) as mute:
         endpoint = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
-        words, fast = [sys.executable, "-c", code], {**os.environ, "PIPEWORKER_TIMINGS": "0.1"}
+        fast = {**os.environ, "PIPEWORKER_TIMINGS": "0.1"}
         fork = replace(request(endpoint, generation=2), token=new_token())
         received: Buffer[FromAgent] = Buffer(FromAgent)
-        with subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=fast
-        ) as started:
-            assert started.stdin is not None
-            assert started.stdout is not None
-            started.stdin.write(encode(fork))
-            started.stdin.flush()
-            events: list[FromAgent] = []
-            while not any(isinstance(event, WorkerExited) for event in events):
-                line = started.stdout.readline()
-                assert line, "the agent has ended"
-                events += received.feed(line)
-            started.stdin.close()
+        started = jobs.python("-c", code, stdin=subprocess.PIPE, env=fast)
+        assert started.stdin is not None
+        assert started.stdout is not None
+        started.stdin.write(encode(fork).decode())
+        started.stdin.flush()
+        events: list[FromAgent] = []
+        while not any(isinstance(event, WorkerExited) for event in events):
+            line = started.stdout.readline()
+            assert line, "the agent has ended"
+            events += received.feed(line.encode())
+        started.stdin.close()
     (exited,) = (event for event in events if isinstance(event, WorkerExited))
     text = f"{socket.gethostname()} cannot reach the coordinator at {endpoint}: it does not answer"
     found, _, advice = exited.unreachable.partition(";")
