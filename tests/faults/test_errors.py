@@ -225,7 +225,7 @@ TRAINING = {
 ELSEWHERE = {
     *("shapes that do not fit", "loss that is not a tensor", "optimizer that is none"),
     *("data without a mini-batch", "data that disagrees in the batch", "data that raises"),
-    *("output that cannot travel", "names that are missing"),
+    *("output that cannot travel", "names that are missing", "a buffer on two stages"),
 }
 """Tests of one process assert these messages, or other jobs do."""
 
