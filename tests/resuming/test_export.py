@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import cli
-from support.real_jobs.jobs import Jobs, Run
+from support.real_jobs.jobs import Jobs, Record, Reference
+from support.slow import slow
 
 # Buffers, two entries of a module that share memory, and entries of other types than floating.
 SOURCE = """
@@ -51,9 +52,9 @@ SOURCE = """
 """
 
 
-@pytest.fixture
-def run(jobs: Jobs) -> Run:
-    return jobs.train("--stages", "3", "--microbatches", "4", source=SOURCE)
+@pytest.fixture(scope="module")
+def run(reference: Reference) -> Record:
+    return reference("--stages", "3", "--microbatches", "4", source=SOURCE)
 
 
 def model_of(folder: Path) -> nn.Sequential:
@@ -63,7 +64,8 @@ def model_of(folder: Path) -> nn.Sequential:
     return model if isinstance(model, nn.Sequential) else nn.Sequential(*model)
 
 
-def test_weights_load_into_a_sequential(jobs: Jobs, run: Run) -> None:
+def test_weights_load_into_a_sequential(jobs: Jobs, run: Record) -> None:
+    jobs.write(SOURCE)
     for out, load in (
         (jobs.folder / "out.pt", lambda path: torch.load(path, weights_only=True)),
         (jobs.folder / "out.safetensors", load_file),
@@ -131,10 +133,11 @@ LISTED = NAMED.replace("        return net\n", "        return list(net)\n")
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        (NAMED, ["embed", "body.one", "body.two.proj.up", "out"]),
-        (LISTED, ["0", "1.one", "1.two.proj.up", "2"]),
+        pytest.param(
+            NAMED, ["embed", "body.one", "body.two.proj.up", "out"], id="a named Sequential"
+        ),
+        pytest.param(LISTED, ["0", "1.one", "1.two.proj.up", "2"], id="a list", marks=slow),
     ],
-    ids=["a named Sequential", "a list"],
 )
 def test_exported_names_are_those_of_the_users_module(
     jobs: Jobs, source: str, expected: list[str]
@@ -182,7 +185,7 @@ def test_the_options_of_export(jobs: Jobs) -> None:
     assert again.status == 0, again.stderr  # the written weights can be loaded
 
 
-def test_other_tools_open_the_weights_by_the_index(run: Run) -> None:
+def test_other_tools_open_the_weights_by_the_index(run: Record) -> None:
     folder = run.checkpoint.path
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     found = {}
@@ -195,7 +198,7 @@ def test_other_tools_open_the_weights_by_the_index(run: Run) -> None:
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in found.values())
 
 
-def test_mistakes_are_refused(jobs: Jobs, run: Run) -> None:
+def test_mistakes_are_refused(jobs: Jobs, run: Record) -> None:
     (checkpoint,) = (run.path / "checkpoints").iterdir()
     out = jobs.folder / "out.pt"
     assert (
