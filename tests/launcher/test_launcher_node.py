@@ -112,7 +112,7 @@ def test_pods_give_the_numbers_of_the_local_run(jobs: Jobs, pods: Start) -> None
     ("words", "source", "status"),
     [
         (("--stepss", "1"), JOB, 2),
-        ((), JOB.replace("def loss", "def lost"), 2),
+        pytest.param((), JOB.replace("def loss", "def lost"), 2, marks=slow),
         ((), JOB.replace("Linear(16, 3)", "Linear(15, 3)"), 1),
     ],
 )
