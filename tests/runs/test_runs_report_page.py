@@ -215,9 +215,10 @@ def test_a_file_that_is_no_page_is_not_replaced(run: RunDir, tmp_path: Path) -> 
 def test_an_output_that_cannot_be_written_is_a_mistake_of_the_command(
     run: RunDir, tmp_path: Path
 ) -> None:
-    path = tmp_path / "none" / "out"
+    copy, path = tmp_path / "copy", tmp_path / "none" / "out"
+    shutil.copytree(run.path, copy, ignore=lambda *_: ["metrics.jsonl"])
     reason = r"none/out: cannot be written: .*; choose another file"
     with pytest.raises(UsageError, match=reason):
-        write_page(run.path, path)
+        write_page(copy, path)
     with pytest.raises(UsageError, match=reason):
-        write_trace(run.path, None, path)
+        write_trace(copy, None, path)

@@ -10,6 +10,7 @@ import pytest
 
 from pipeworker.coordinator import blueprint
 from pipeworker.coordinator.effects import Send
+from pipeworker.coordinator.steps import loop as loop_module
 from pipeworker.coordinator.steps.loop import LONG_PASS, FileLoop
 from pipeworker.coordinator.steps.progress import Progress
 from pipeworker.coordinator.waiting import State
@@ -60,15 +61,21 @@ def test_the_first_step_ends_the_data_of_one_pass() -> None:
     ],
 )
 def test_a_pass_that_does_not_end_is_noted_once(
-    options: dict[str, Any], length: int, ends: bool, noted: bool
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    length: int,
+    ends: bool,
+    noted: bool,
 ) -> None:
+    assert LONG_PASS == 10_000
+    monkeypatch.setattr(loop_module, "LONG_PASS", 1000)
     job = Options("job.py", 1, 4, **options)
     loop = FileLoop(job, job.placement, Progress())
     loop.start(BATCH, job.total_steps(length))
     found = []
-    for step in range(1, LONG_PASS + 50):
+    for step in range(1, 1050):
         loop.next(0.0)
-        following = dataclasses.replace(BATCH, epoch=1) if ends and step > 9_000 else BATCH
+        following = dataclasses.replace(BATCH, epoch=1) if ends and step > 900 else BATCH
         done = StepDone(0, step, (0.5,), (), (1.0,), 1.0, 0.1, 0, following)
         found += [each for each in loop.step_done([done], 1.0).effects if isinstance(each, Warned)]
     assert [each.note for each in found] == [True] * noted
