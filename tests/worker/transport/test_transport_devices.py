@@ -27,6 +27,7 @@ from support.devices.mapped import MappedDevice, between_processes
 from support.devices.nccl import LateCommunicators, LateGroup, NcclDevice
 from support.in_process.transport import BACK, FORTH, connect_all
 from support.real_jobs.jobs import Jobs
+from support.slow import slow
 
 MICROBATCHES = 6
 
@@ -119,14 +120,21 @@ def arrives_intact(
         )
 
 
-@pytest.mark.parametrize(("eager", "others"), [*zip(EAGER, reversed(EAGER), strict=True)])
+ENDS = [
+    pytest.param(*both, marks=slow if number % 2 else ())
+    for number, both in enumerate(zip(EAGER, reversed(EAGER), strict=True))
+]
+"""Of those that are slow, the cases of a missing wait have some by default."""
+
+
+@pytest.mark.parametrize(("eager", "others"), ENDS)
 def test_every_bit_arrives_with_any_stream_late(
     eager: tuple[str, ...], others: tuple[str, ...]
 ) -> None:
     assert arrives_intact(MappedDevice, eager, others)
 
 
-@pytest.mark.parametrize(("eager", "others"), [*zip(EAGER, reversed(EAGER), strict=True)])
+@pytest.mark.parametrize(("eager", "others"), ENDS)
 def test_every_bit_arrives_by_nccl_with_any_stream_late(
     eager: tuple[str, ...], others: tuple[str, ...]
 ) -> None:

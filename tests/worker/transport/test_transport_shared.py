@@ -187,7 +187,7 @@ def test_memory_returns_to_the_system_when_sizes_change(pair: Pair) -> None:
     gc.collect()
     before, arenas_before = shared_memory(), mappings()
     most = 0
-    for step in range(40):
+    for step in range(15):
         buffers = []
         for _ in range(6):
             got = buffer(target, chance.randint(10_000, 500_000))
