@@ -78,7 +78,7 @@ def test_a_reader_resumed_anywhere_reads_the_same(kind: str) -> None:
         assert equal(read(resumed, len(after)), after), (number, position)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "one-shot"])
+@pytest.mark.parametrize("kind", mostly_slow([kind for kind in KINDS if kind != "one-shot"], 3))
 def test_the_end_stays_the_end_and_more_epochs_resume_after_it(kind: str) -> None:
     make = KINDS[kind]
     expected = read(reader(make), 2 * LENGTH)[LENGTH:]

@@ -266,7 +266,7 @@ def test_a_loader_is_measured_without_its_processes() -> None:
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize("at", [0, LENGTH + 2])
+@pytest.mark.parametrize("at", [pytest.param(0, marks=slow), LENGTH + 2])
 def test_processes_that_persist_continue_their_streams_and_order(at: int) -> None:
     """The position is in the second epoch, and the run is resumed twice."""
 
@@ -283,7 +283,7 @@ def test_processes_that_persist_continue_their_streams_and_order(at: int) -> Non
     check(another, expected[4:])
 
 
-@pytest.mark.parametrize("at", [1, LENGTH + 2])
+@pytest.mark.parametrize("at", [pytest.param(1, marks=slow), LENGTH + 2])
 def test_processes_that_persist_are_replaced_on_resume(at: int) -> None:
     """A new worker reads the first mini-batch of a loader of the job file before it resumes."""
 
@@ -305,7 +305,7 @@ class Stream(IterableDataset[Any]):
         return (pair(index) for index in range(SAMPLES))
 
 
-@pytest.mark.parametrize("peeks", [False, True])
+@pytest.mark.parametrize("peeks", [pytest.param(False, marks=slow), True])
 def test_an_epoch_of_a_stream_does_not_continue_the_processes_of_another(peeks: bool) -> None:
     def make() -> Any:
         return loader(Stream(), num_workers=1, persistent_workers=True)
