@@ -34,19 +34,25 @@ def parameters(layers: list[nn.Module]) -> int:
     ("network", "words", "millions"),
     [
         ("amoebanet", ("--cells", "18", "--filters", "208", *AMOEBANET), 81.5),
-        ("amoebanet", ("--cells", "18", "--filters", "416", *AMOEBANET), 319.0),
-        ("amoebanet", ("--cells", "18", "--filters", "544", *AMOEBANET), 542.7),
+        pytest.param(
+            "amoebanet", ("--cells", "18", "--filters", "416", *AMOEBANET), 319.0, marks=slow
+        ),
+        pytest.param(
+            "amoebanet", ("--cells", "18", "--filters", "544", *AMOEBANET), 542.7, marks=slow
+        ),
         ("amoebanet", ("--cells", "36", "--filters", "544", *AMOEBANET), 1056),
-        ("amoebanet", ("--cells", "72", "--filters", "512", *AMOEBANET), 1845),
+        pytest.param(
+            "amoebanet", ("--cells", "72", "--filters", "512", *AMOEBANET), 1845, marks=slow
+        ),
         ("unet", ("--blocks", "6", "--channels", "72"), 362.2),
         ("unet", ("--blocks", "11", "--channels", "128"), 2214),
         ("unet", ("--blocks", "24", "--channels", "128"), 4994),
         ("unet", ("--blocks", "24", "--channels", "160"), 7803),
-        ("unet", ("--blocks", "48", "--channels", "160"), 15822),
+        pytest.param("unet", ("--blocks", "48", "--channels", "160"), 15822, marks=slow),
         ("transformer", ("--layers", "3", *TRANSFORMER), 282.2),
         ("transformer", ("--layers", "13", *TRANSFORMER), 785.8),
         ("transformer", ("--layers", "103", *TRANSFORMER), 5318),
-        ("transformer", ("--layers", "415", *TRANSFORMER), 21030),
+        pytest.param("transformer", ("--layers", "415", *TRANSFORMER), 21030, marks=slow),
     ],
 )
 def test_the_networks_have_the_parameters_of_the_papers(
