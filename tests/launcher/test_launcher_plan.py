@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 import cli
 from launcher.options import LAUNCH_PARAMETERS
 from launcher.plan import plan
+from pipeworker.display.plan.schedules import EqualStages, side_by_side
 from pipeworker.plan.orders import ORDERS
 from pipeworker.runs.schedule_file import read_schedule
 from support.pure.orders import build
@@ -65,8 +66,9 @@ def test_schedules_stand_side_by_side() -> None:
 
 
 def test_a_long_step_is_shown_in_full_digits() -> None:
-    found = rows(shown("--stages", "2", "--microbatches", "3400", "--recompute", "never"))
-    assert (found["gpipe"][1], found["gpipe"][3]) == ("10203", "3400")
+    long = EqualStages.of(build("gpipe", 2, 3400, "never"))
+    (found,) = rows("\n" + "\n".join(side_by_side({"gpipe": long}))).values()
+    assert (found[1], found[3]) == ("10203", "3400")
 
 
 @pytest.mark.usefixtures("users_defaults")

@@ -24,7 +24,7 @@ def test_torchrun_never_reads_half_an_error(
     """Torchrun reads the file once it has terminated the rank, which may be in the middle of it."""
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    message = "stage 1: " + 30_000_000 * "x"
+    message = "stage 1: " + 10_000_000 * "x"
     writer = threading.Thread(target=write_error, args=(message,))
     writer.start()
     until(path.exists)
