@@ -172,6 +172,7 @@ def test_an_interface_that_one_host_does_not_have_is_an_error(
     )
 
 
+@slow
 def test_an_interface_that_no_host_has_is_an_error(
     jobs: Jobs, ranks: Start, hosts: tuple[Host, Host]
 ) -> None:
@@ -244,7 +245,10 @@ def test_a_firewall_between_two_stages_is_reported(
 
 @pytest.mark.parametrize(
     ("pretend", "odd"),
-    [("torch=2.12.1", r"torch 2\.12\.1"), ("python=3.9 pipeworker=0", "pipeworker 0, Python 3.9")],
+    [
+        ("torch=2.12.1", r"torch 2\.12\.1"),
+        pytest.param("python=3.9 pipeworker=0", "pipeworker 0, Python 3.9", marks=slow),
+    ],
 )
 def test_another_version_is_an_error(
     jobs: Jobs, ranks: Start, hosts: tuple[Host, Host], pretend: str, odd: str
