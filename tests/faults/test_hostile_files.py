@@ -285,18 +285,34 @@ def test_any_value_in_place_of_another(
         assert_answered(command, invoke(command, write))
 
 
+BOTH = """
+import runpy, sys
+
+run, name = sys.argv[1:]
+for words in (("show", run), ("init", name)):
+    sys.argv[1:] = words
+    try:
+        runpy.run_module("pipeworker", run_name="__main__")
+    except SystemExit as end:
+        assert not end.code
+    if words[0] == "show":
+        print("both", flush=True)
+"""
+
+
 def test_output_escapes_what_its_encoding_lacks(sound: Path, tmp_path: Path) -> None:
     shutil.copytree(sound, tmp_path, dirs_exist_ok=True)
     record = tmp_path / RUN.run
     content = json.loads(record.read_text())
     record.write_text(json.dumps({**content, "host": "\u0142", "platform": "\ud800"}))
-    for words in (("show", str(RUN.path)), ("init", "\u0142-\udcff.py")):
-        done = subprocess.run(
-            [sys.executable, "-m", "pipeworker", *words],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONIOENCODING": "latin-1"},
-            capture_output=True,
-            timeout=60,
-        )
-        assert (done.returncode, done.stderr) == (0, b"")
-        assert b"\\u0142" in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-c", BOTH, str(RUN.path), "\u0142-\udcff.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+        capture_output=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    shown, made = done.stdout.split(b"both\n")
+    assert b"\\u0142" in shown
+    assert b"\\u0142" in made
