@@ -71,7 +71,7 @@ CONNECTIONS = 400
 
 
 def slow_job(job_file: Path, steps: int) -> Options:
-    words = ("slow", "60")
+    words = ("slow", "20")
     return Options(str(job_file), 2, 2, arguments=words, steps=steps, recompute="never")
 
 
@@ -86,7 +86,7 @@ def test_invalid_frames_and_unauthenticated_peers_change_nothing(
     jobs: Jobs, context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(jobs.folder)
-    steps = 70
+    steps = 24
     job_file = jobs.write(SLOW_JOB)
     chance = random.Random(1)
     attacked = ManualJob(slow_job(job_file, steps), jobs.folder / "attacked")
