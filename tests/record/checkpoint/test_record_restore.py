@@ -38,6 +38,7 @@ from record.checkpoint.stages import (
 from support.in_process import checkpoints
 from support.in_process.checkpoints import save_worker_files
 from support.processes.memory import peak, resident
+from support.slow import slow
 
 optim, schedules = torch.optim, torch.optim.lr_scheduler
 DOTTED = LayerNames(
@@ -58,9 +59,14 @@ CHOSEN = [
     *(("by name", "LambdaLR"),) * len(PAIRS),
 ]
 CASES = [
-    pytest.param(*chosen, pair, id=f"{', '.join(chosen)}, {pair[0]} to {pair[1]}")
-    for chosen, pair in zip(CHOSEN, cycle(PAIRS))
+    pytest.param(
+        *(*chosen, pair),
+        id=f"{', '.join(chosen)}, {pair[0]} to {pair[1]}",
+        marks=slow if chosen in CHOSEN[:number] or (chosen[0] == "kinds" and number % 3) else (),
+    )
+    for number, (chosen, pair) in enumerate(zip(CHOSEN, cycle(PAIRS)))
 ]
+"""By default each optimizer, scheduler and pair is in a case."""
 
 
 def resume(folder: Path, pair: tuple[Sequence[int], Sequence[int]], *make: Any) -> Stages:

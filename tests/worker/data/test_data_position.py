@@ -58,7 +58,7 @@ def equal(seen: Seen, expected: Seen) -> bool:
     )
 
 
-@pytest.mark.parametrize("kind", mostly_slow(KINDS, 3))
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, 4))
 def test_a_reader_resumed_anywhere_reads_the_same(kind: str) -> None:
     make = KINDS[kind]
     uncut = reader(make)

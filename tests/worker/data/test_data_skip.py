@@ -204,7 +204,7 @@ def check(again: Reader, expected: list[Any]) -> None:
 PLACES = sorted(itertools.product((1, LENGTH, LENGTH + 4), (False, True)), key=sum)
 
 
-@pytest.mark.parametrize("kind", mostly_slow(SKIPPED, 3))
+@pytest.mark.parametrize("kind", mostly_slow(SKIPPED, 4))
 def test_mini_batches_before_the_position_are_not_loaded(kind: str) -> None:
     make, most = SKIPPED[kind]
     for place, (again, expected) in zip(PLACES, resumed(make, *PLACES), strict=True):
@@ -330,7 +330,9 @@ AGAIN: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", AGAIN)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=slow if "another" in kind else ()) for kind in AGAIN]
+)
 def test_what_may_have_other_bits_is_read_again(kind: str) -> None:
     [(again, expected)] = resumed(AGAIN[kind], (LENGTH + 4, True))
     check(again, expected[:3])

@@ -99,7 +99,7 @@ def right(found: list[tuple[Any, Any]]) -> bool:
 
 
 @pytest.mark.parametrize("make", mostly_slow([nested, bare], 2))
-@pytest.mark.parametrize("eager", EAGER)
+@pytest.mark.parametrize("eager", mostly_slow(EAGER, 2))
 def test_every_bit_arrives_with_any_stream_late(eager: tuple[str, ...], make: Make) -> None:
     assert right(sent_and_received(LateDevice(eager), make))
 
