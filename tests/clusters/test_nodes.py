@@ -108,9 +108,10 @@ def plan(run_dir: Path) -> list[dict[str, Any]]:
 def test_the_failed_rank_writes_its_error_for_torchrun(
     torchrun: Torchrun, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The starter of torchrun reads the same error."""
+    """The starter of torchrun reads the same error, and its output shows it once."""
     reply = jobs.folder / "reply.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(reply))
+    monkeypatch.setenv(TOKEN_VARIABLE, "a secret of the test")
     run = torchrun(ranks=2, source=JOB.replace("Linear(16, 3)", "Linear(15, 3)")).end()
     assert run.status == 1
     cause = run.stderr.partition("Root Cause (first observed failure):")[2]
@@ -124,6 +125,15 @@ def test_the_failed_rank_writes_its_error_for_torchrun(
     assert "Traceback" in shown
     assert "pipeworker/worker" not in shown
     assert shown.replace("\n", "\n  ") in cause
+    assert TOKEN_VARIABLE not in run.stderr
+    assert len(re.findall("^error: ", run.stderr, re.MULTILINE)) == 1
+    assert re.search(
+        r"^error: layer 4 \(Linear\) raised RuntimeError: .*\n"
+        r"  in forward: stage 1, layer 4 \(Linear\), micro-batch 0, step 1$",
+        run.stderr,
+        re.MULTILINE,
+    )
+    assert run.summary["status"] == "failed"
 
 
 @pytest.mark.parametrize("token", [True, pytest.param(False, marks=slow)])

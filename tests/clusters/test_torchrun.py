@@ -71,23 +71,6 @@ def test_mistakes_are_reported_once(jobs: Jobs, torchrun: Torchrun) -> None:
     assert not list((jobs.folder / "taken").iterdir())
 
 
-def test_an_error_of_a_layer_is_reported_once(
-    torchrun: Torchrun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(TOKEN, "a secret of the test")
-    run = torchrun(ranks=2, source=JOB.replace("Linear(16, 3)", "Linear(15, 3)")).end()
-    assert run.status == 1
-    assert TOKEN not in run.stderr
-    assert len(re.findall("^error: ", run.stderr, re.MULTILINE)) == 1
-    assert re.search(
-        r"^error: layer 4 \(Linear\) raised RuntimeError: .*\n"
-        r"  in forward: stage 1, layer 4 \(Linear\), micro-batch 0, step 1$",
-        run.stderr,
-        re.MULTILINE,
-    )
-    assert run.summary["status"] == "failed"
-
-
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=slow), 1])
 def test_a_killed_worker_ends_the_job(jobs: Jobs, torchrun: Torchrun, stage: int) -> None:
     started = torchrun(*ENDLESS, ranks=3, source=SLEEPERS)
