@@ -184,6 +184,7 @@ def test_an_interface_that_no_host_has_is_an_error(
     )
 
 
+@slow
 def test_an_interface_that_other_hosts_cannot_reach_is_an_error(
     jobs: Jobs, ranks: Start, hosts: tuple[Host, Host]
 ) -> None:
@@ -259,12 +260,14 @@ def test_another_version_is_an_error(
     assert runs[0].status == 2
 
 
+@slow
 def test_another_protocol_is_an_error(jobs: Jobs, ranks: Start, hosts: tuple[Host, Host]) -> None:
     started = ranks(hosts, pretend="protocol=1")
     expected = f"rank 1 on {hosts[1].name}: it speaks version 1, this is version "
     expect_error(started, jobs, expected)
 
 
+@slow
 def test_another_job_file_is_an_error(jobs: Jobs, ranks: Start, hosts: tuple[Host, Host]) -> None:
     """Even one that has the same layers."""
     started = ranks(hosts, sources=(JOB, JOB.replace("lr=0.1", "lr=0.2")))

@@ -281,6 +281,7 @@ def test_a_host_with_another_python_is_rejected(jobs: Jobs, client: Sshd, tmp_pa
     assert "error: host a: it has python 3.9.1, this host has 3." in run.stderr
 
 
+@slow
 def test_a_host_whose_shell_prints_without_end_is_named(
     jobs: Jobs, client: Sshd, tmp_path: Path
 ) -> None:
