@@ -111,6 +111,7 @@ def test_a_killed_worker_fails_the_job(
     assert live.summary["steps"] >= 2
 
 
+@slow  # test_recovery.py loses one that is not replaced
 def test_a_killed_coordinator_fails_the_job(start: Callable[..., Live]) -> None:
     live = start("--max-restarts", "0")
     os.kill(live.pid("coordinator"), signal.SIGKILL)
@@ -499,7 +500,7 @@ STOPPED = {
 }
 
 
-@pytest.mark.parametrize("process", STOPPED)
+@pytest.mark.parametrize("process", ["coordinator", pytest.param("agent", marks=slow)])
 def test_a_stopped_process_is_detected_and_named(start: Callable[..., Live], process: str) -> None:
     live = start("--worker-timeout", "3", "--max-restarts", "0")
     pid = live.pid(process)
@@ -562,7 +563,9 @@ def test_no_process_of_a_job_leaves_a_file_for_python_to_close(jobs: Jobs) -> No
     assert "ResourceWarning" not in run.stderr
 
 
-@pytest.mark.parametrize("ranks", [False, True], ids=["launch", "torchrun"])
+@pytest.mark.parametrize(
+    "ranks", [False, pytest.param(True, marks=slow)], ids=["launch", "torchrun"]
+)
 def test_what_a_job_has_written_is_in_its_files_at_the_end(
     jobs: Jobs, torchrun: Torchrun, ranks: bool
 ) -> None:
