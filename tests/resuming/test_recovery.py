@@ -99,6 +99,7 @@ def test_a_repeated_failure_at_the_same_place_ends_the_job(jobs: Jobs) -> None:
     assert run.summary["steps"] == 3
 
 
+@slow
 def test_a_job_file_that_is_edited_while_the_job_runs_is_a_warning(jobs: Jobs) -> None:
     source = gated(JOB.replace("def loss", "FACTOR = 1\n\n    def loss"), when="_ == 3")
     process, path = jobs.start("--stages", "2", "--microbatches", "1", source=source)
@@ -110,6 +111,7 @@ def test_a_job_file_that_is_edited_while_the_job_runs_is_a_warning(jobs: Jobs) -
     assert run.stderr.startswith("warning: job.py: changed while the job runs; from here on ")
 
 
+@slow  # test_errors.py loses a worker without restarts
 def test_without_restarts_the_first_loss_ends_the_job(jobs: Jobs) -> None:
     run = jobs.run(*WORDS, "--max-restarts", "0", "--", "kill", source=DIES)
     assert run.status == 1

@@ -19,7 +19,7 @@ from support.slow import mostly_slow
 
 
 def test_a_resumed_run_follows_no_link(jobs: Jobs) -> None:
-    words = ("--stages", "2", "--steps", "3", "--csv")
+    words = ("--stages", "1", "--steps", "3", "--csv")
     path = jobs.train(*words).path
     theirs = jobs.folder / "theirs"
     theirs.write_text("precious\n")
@@ -31,7 +31,7 @@ def test_a_resumed_run_follows_no_link(jobs: Jobs) -> None:
     (path / "plan.json").symlink_to(theirs)
     assert jobs.pipeworker(*again).returncode == 0
     assert theirs.read_text() == "precious\n"
-    for number, name in enumerate(("logs/coordinator.log", "logs/worker-1.log", ".lock")):
+    for number, name in enumerate(("logs/coordinator.log", "logs/worker-0.log", ".lock")):
         (path / name).unlink()
         (path / name).symlink_to(theirs)
         done = jobs.pipeworker(*again[:-2], str(6 + number), "job.py")
