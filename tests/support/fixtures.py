@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import multiprocessing.util
 import os
 import signal
@@ -74,6 +75,24 @@ def users_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 def users_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the device that users have: this host's accelerators, if there are any."""
     monkeypatch.delenv("PIPEWORKER_DEVICE", raising=False)
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """The messages that this process logs, of level INFO and above."""
+    found: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    root, handler = logging.getLogger(), Handler()
+    level = root.level
+    root.setLevel(logging.INFO)
+    root.addHandler(handler)
+    yield found
+    root.removeHandler(handler)
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")

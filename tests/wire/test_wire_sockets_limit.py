@@ -207,7 +207,7 @@ def test_a_handshake_has_a_deadline() -> None:
 
 
 def test_the_number_of_closed_connections_is_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     monkeypatch.setattr(sockets, "MAX_PENDING", LIMIT)
     with ExitStack() as stack:
@@ -217,7 +217,7 @@ def test_the_number_of_closed_connections_is_logged(
         stack.pop_all().close()
     with sockets.server(TOKEN, "127.0.0.1"):
         pass  # of none, nothing is logged
-    assert caplog.messages == [
+    assert logged == [
         "closed 1 unauthenticated connections so far",
         f"{10 - LIMIT} unauthenticated connections were closed",
     ]
