@@ -77,6 +77,12 @@ def test_a_changed_file_is_compiled_again(tmp_path: Path, monkeypatch: pytest.Mo
         ({"data": None}, "lacks the name data; define"),
         ({"scheduler": "scheduler = 3"}, "job file .*: scheduler is an int; make it a function"),
         ({"data": "data = 3"}, "job file .*: data is an int; make it an iterable"),
+        ({"evaluation": "evaluation = 3"}, ": evaluation is an int; make it an iterable"),
+        ({"interval": "scheduler_interval = 'month'"}, "it must be 'step' or 'epoch'"),
+        ({"before_update": "before_update = 3"}, ": before_update is an int; make it a function"),
+        ({"tied": "tied = 3"}, ": tied is an int; make it a list"),
+        ({"names": "names = ['0']"}, "make it a dict of names in the model and the names that"),
+        ({"names": "names = {'0': 'a..b'}"}, "make it a dict of names in the model"),
     ],
 )
 def test_a_name_that_is_missing_or_wrong(

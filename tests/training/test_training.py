@@ -136,12 +136,12 @@ def test_mixed_precision(jobs: Jobs, reference: Reference, precision: str) -> No
     mode = "always" if precision == "bf16" else "offload"
     runs = [
         jobs.train("--stages", stages, *words, "--recompute", how, source=RICH)
-        for stages, how in (("1", "never"), ("3", mode))
+        for stages, how in (("1", "never"), ("2", mode))
     ]
     assert_same(*runs)
-    full = reference("--stages", "2", "--microbatches", "4", source=RICH)
-    assert [r["loss"] for r in full.metrics] != [r["loss"] for r in runs[0].metrics]
+    full = reference("--stages", "1", "--microbatches", "4", "--steps", "1", source=RICH)
     low, exact = runs[0].metrics[0], full.metrics[0]
+    assert low["loss"] != exact["loss"]
     assert low["loss"] == pytest.approx(exact["loss"], rel=0.02)
     if math.isfinite(low["grad_norm"]):
         assert low["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.1)
@@ -186,14 +186,14 @@ OVERFLOW = """
 
 def test_an_overflow_on_one_stage_skips_the_update_on_all(jobs: Jobs) -> None:
     """Only stage 0's gradients overflow in the second step."""
-    words = ("--microbatches", "2", "--precision", "fp16", "--recompute", "never")
-    one, four = (jobs.train("--stages", str(k), *words, source=JOB + OVERFLOW) for k in (1, 4))
-    assert [row["loss_scale"] for row in four.metrics] == [65536.0] * 2 + [32768.0] * 4
-    assert [math.isfinite(row["grad_norm"]) for row in four.metrics] == [True, False] + [True] * 4
+    words = ("--microbatches", "2", "--steps", "4", "--precision", "fp16", "--recompute", "never")
+    one, two = (jobs.train("--stages", k, *words, source=JOB + OVERFLOW) for k in "12")
+    assert [row["loss_scale"] for row in two.metrics] == [65536.0] * 2 + [32768.0] * 2
+    assert [math.isfinite(row["grad_norm"]) for row in two.metrics] == [True, False, True, True]
     for key in ("loss", "loss_scale"):
-        assert [r[key] for r in one.metrics] == [r[key] for r in four.metrics]
-    assert all(torch.equal(value, four.weights[key]) for key, value in one.weights.items())
-    assert all(value.isfinite().all() for value in four.weights.values())
+        assert [r[key] for r in one.metrics] == [r[key] for r in two.metrics]
+    assert all(torch.equal(value, two.weights[key]) for key, value in one.weights.items())
+    assert all(value.isfinite().all() for value in two.weights.values())
 
 
 HOOKED = """
@@ -283,34 +283,11 @@ def test_frozen_layers(jobs: Jobs) -> None:
         (("--accumulate", "0"), "", "--accumulate 0: must be 1 or more"),
         (("--precision", "fp8"), "", "'fp8' is not one of 'fp32', 'bf16', 'fp16'"),
         (("--evaluate-every", "2"), "", "has no evaluation()"),
-        (
-            ("--evaluate-every", "2"),
-            "evaluation = 3",
-            ": evaluation is an int; make it an iterable",
-        ),
         (("--evaluate-every", "2"), "evaluation = []", "evaluation(): is empty"),
-        ((), "scheduler_interval = 'month'", "it must be 'step' or 'epoch'"),
-        ((), "before_update = 3", ": before_update is an int; make it a function"),
-        (
-            ("--evaluate-every", "2"),
-            "evaluation = data\ndef metrics(o, t): return {'x': o}",
-            "metrics(output, target) returned a Tensor of shape",
-        ),
         (
             ("--evaluate-every", "2"),
             "evaluation = data\ndef metrics(o, t): return 3",
             "metrics(output, target) returned an int",
-        ),
-        (
-            (),
-            "def scheduler(o): return torch.optim.lr_scheduler.ReduceLROnPlateau(o)",
-            "ReduceLROnPlateau: needs evaluations",
-        ),
-        (
-            ("--evaluate-every", "2"),
-            "evaluation = data\n"
-            "def scheduler(o): return torch.optim.lr_scheduler.ReduceLROnPlateau(o, 'max')",
-            "ReduceLROnPlateau: its mode is 'max', and it is stepped with the evaluation loss",
         ),
     ],
 )
@@ -336,11 +313,11 @@ def test_a_failure_in_evaluation_names_its_position(jobs: Jobs) -> None:
     def evaluation():
         yield torch.ones(5, 8), torch.zeros(5).long()
     """
-    words = ("--stages", "4", "--microbatches", "3", "--evaluate-every", "2")
+    words = ("--stages", "2", "--microbatches", "3", "--evaluate-every", "2")
     run = jobs.run(*words, source=JOB + failing)
     assert run.status == 1
     assert "layer 2 (Fails) raised RuntimeError: no evaluation today" in run.stderr
-    assert "in evaluation: stage 2, layer 2 (Fails), micro-batch 2, step 2" in run.stderr
+    assert "in evaluation: stage 1, layer 2 (Fails), micro-batch 2, step 2" in run.stderr
 
 
 @slow

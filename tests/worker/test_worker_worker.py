@@ -122,6 +122,29 @@ data = Data()
         start_worker(tmp_path, JOB + data)
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("evaluation = None", "has no evaluation"),
+        (
+            "scheduler = lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, 'max')",
+            "ReduceLROnPlateau: its mode is 'max', and it is stepped with the evaluation loss",
+        ),
+    ],
+)
+def test_a_mistake_about_evaluations_is_named_before_the_first_step(
+    tmp_path: Path, more: str, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        start_worker(tmp_path, f"{JOB}scheduler_interval = 'step'\n{more}\n")
+
+
+def test_a_scheduler_that_needs_evaluations_needs_the_option(tmp_path: Path) -> None:
+    plateau = "scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau"
+    with pytest.raises(UsageError, match="ReduceLROnPlateau: needs evaluations"):
+        start_worker(tmp_path, f"{JOB}{plateau}\n", evaluate_every=None)
+
+
 def test_the_end_of_an_epoch_reaches_a_worker_that_is_disconnected(tmp_path: Path) -> None:
     """The rank has failed, or was interrupted, with the coordinator's reply on its way."""
     alone = start_worker(tmp_path)

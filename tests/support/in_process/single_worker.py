@@ -81,11 +81,8 @@ class SingleWorker:
         path.write_text(text)
         options = Options(
             *(str(path), 1, MICROBATCHES),
-            steps=5,
-            evaluate_every=1,
             recompute=recompute,
-            balance="even",
-            **more,
+            **{"steps": 5, "evaluate_every": 1, "balance": "even", **more},
         )
         placement = Placement.identity(1)
         run_dir = folder / "run"
