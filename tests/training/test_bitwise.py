@@ -7,7 +7,6 @@ import textwrap
 
 import pytest
 import torch
-from torch import nn
 
 from support.real_jobs.compare import assert_same, plain_loop
 from support.real_jobs.jobs import Jobs, Record
@@ -22,7 +21,7 @@ from support.slow import slow
             *(JOB.replace("SGD(params, lr=0.1)", "AdamW(params)"), 6),
             (("1",), ("3", "--recompute", "never")),
         ),
-        (NESTED_JOB, 4, (("2", "--recompute", "offload"), ("4",))),
+        (NESTED_JOB, 4, (("3", "--recompute", "offload"),)),
     ],
     ids=["plain, AdamW", "nested, SGD with momentum"],
 )
@@ -33,7 +32,7 @@ def test_equals_the_plain_loop(
     for way in ways:
         run = jobs.train("--stages", *way, "--microbatches", "4", source=source)
         assert [row["loss"] for row in run.metrics] == losses
-        assert run.weights.keys() == weights.keys()
+        assert list(run.weights) == list(weights)
         assert all(torch.equal(value, weights[key]) for key, value in run.weights.items())
         for actual, expected in zip(run.optimizer_state.values(), state, strict=True):
             for name, value in expected.items():
@@ -71,61 +70,51 @@ BOTH = re.sub(r"\n    if \w+:\n    ", "\n", KINDS)
 """The same, and each stage makes both optimizers, whatever parameters it has."""
 
 
+@pytest.mark.parametrize("with_a_loss", [False, pytest.param(True, marks=slow)])
 @pytest.mark.parametrize(
     "source", [pytest.param(KINDS, marks=slow), BOTH], ids=["those needed", "both"]
 )
-def test_several_optimizers_equal_the_plain_loop(jobs: Jobs, source: str) -> None:
-    """Also after a lost worker, and resumed with other stages, of which some lack an optimizer."""
+def test_several_optimizers_equal_the_plain_loop(
+    jobs: Jobs, source: str, *, with_a_loss: bool
+) -> None:
+    """Resumed with other stages, of which some lack an optimizer, and after a lost worker."""
     losses, weights, state = plain_loop(jobs.write(source), microbatches=4, steps=6)
     assert len(state) == 8
     words = ("--microbatches", "4", "--recompute", "never")
-    apart = ("--stages", "4", "--balance", "1,1,2,2")
-    whole = jobs.train("--stages", "1", *words, source=source)
-    (jobs.folder / "armed").touch()
-    lost = jobs.train(*apart, *words, "--snapshot-every", "1", source=source)
-    assert lost.summary["restarts"] == 1
+    apart = ("--stages", "3", "--balance", "1,1,4")
     cut = jobs.train(*apart, *words, "--steps", "3", source=source)
     resume = ("launch", "--resume", "--run-dir", str(cut.path), "--stages", "2", "--steps", "6")
     done = jobs.pipeworker(*resume, str(jobs.folder / "job.py"))
     assert done.returncode == 0, done.stderr
-    for run in (whole, lost, Record(cut.path)):
-        assert [row["loss"] for row in run.metrics] == losses
-        assert_same(run, whole)
-        assert all(torch.equal(value, weights[key]) for key, value in run.weights.items())
-        assert run.optimizer_state.keys() == weights.keys()
-        for key, expected in zip(weights, state, strict=True):
-            actual = run.optimizer_state[key]
-            assert actual.keys() == expected.keys()
-            assert all(torch.equal(actual[name], expected[name]) for name in expected), key
+    run = Record(cut.path)
+    assert [row["loss"] for row in run.metrics] == losses
+    assert all(torch.equal(value, weights[key]) for key, value in run.weights.items())
+    assert run.optimizer_state.keys() == weights.keys()
+    for key, expected in zip(weights, state, strict=True):
+        actual = run.optimizer_state[key]
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[name], expected[name]) for name in expected), key
+    if with_a_loss:
+        (jobs.folder / "armed").touch()
+        lost = jobs.train(*apart, *words, "--snapshot-every", "1", source=source)
+        assert lost.summary["restarts"] == 1
+        assert_same(lost, run)
 
 
 def test_random_numbers_are_the_same_for_any_number_of_stages(jobs: Jobs) -> None:
-    words = ("--microbatches", "4", "--steps", "8", "--clip-grad-norm", "0.5", "--seed", "3")
+    words = ("--microbatches", "4", "--steps", "6", "--clip-grad-norm", "0.5", "--seed", "3")
     base = jobs.train("--stages", "1", *words, source=DROPOUT_JOB)
     for more in (
-        ("--stages", "2", "--recompute", "never"),
+        ("--stages", "2", "--recompute", "except_first"),
         ("--stages", "3", "--recompute", "offload", "--balance", "1,6,1"),
-        ("--stages", "4", "--recompute", "except_first"),
     ):
         assert_same(base, jobs.train(*more, *words, source=DROPOUT_JOB))
-    assert base.metrics[-1]["epoch"] == 1  # eight steps of five mini-batches
+    assert base.metrics[-1]["epoch"] == 1  # six steps of five mini-batches
     assert any(row["grad_norm"] > 0.5 for row in base.metrics)  # clipping took part
-    other = jobs.train("--stages", "1", *words[:-1], "4", "--steps", "1", source=DROPOUT_JOB)
-    assert other.metrics[0]["loss"] != base.metrics[0]["loss"]
-
-
-def test_batch_norm_statistics_change_once_per_step(jobs: Jobs) -> None:
-    run = jobs.train("--stages", "2", "--microbatches", "4", "--steps", "3", source=DROPOUT_JOB)
-    assert run.weights["3.num_batches_tracked"].item() == 3 * 4
-
-
-def test_threads_come_from_the_environment(jobs: Jobs) -> None:
-    source = JOB.replace("def loss", "print('threads', torch.get_num_threads())\n\n    def loss")
-    run = jobs.train("--stages", "1", "--steps", "1", "--threads", "2", source=source)
-    assert "threads 2" in run.log("worker-0")
-
-
-def test_keys_are_those_of_a_sequential(jobs: Jobs) -> None:
-    run = jobs.train("--stages", "3", "--steps", "1")
-    layers = [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)]
-    assert list(run.weights) == list(nn.Sequential(*layers).state_dict())
+    assert base.weights["3.num_batches_tracked"].item() == 6 * 4  # once a micro-batch
+    asked = ("--seed", "4", "--steps", "1", "--threads", "2")
+    shows = "print('threads', torch.get_num_threads())\n\n    def loss"
+    source = DROPOUT_JOB.replace("def loss", shows)
+    other = jobs.train("--stages", "1", *words, *asked, source=source)
+    assert abs(other.metrics[0]["loss"] - base.metrics[0]["loss"]) > 1e-3
+    assert "threads 2" in other.log("worker-0")

@@ -92,35 +92,35 @@ OBSERVING = JOB.replace(
 
 def test_a_pass_changes_no_buffer(jobs: Jobs) -> None:
     """As the observers of quantization do in eval mode, which a checkpoint after it would have."""
-    words = ("--stages", "2", "--microbatches", "4", "--steps", "4")
-    plain = jobs.train(*words, source=OBSERVING)
+    words = ("--stages", "2", "--microbatches", "2", "--steps", "2")
+    plain = jobs.train(*words, "--stages", "1", source=OBSERVING)
     evaluated = jobs.train(*words, "--evaluate-every", "1", source=OBSERVING)
     assert_same(evaluated, plain)
     found = jobs.pipeworker("evaluate", "--stages", "1", "--json", str(evaluated.path))
     assert json.loads(found.stdout) == evaluated.evaluations[-1]
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (("--checkpoint", "7"), "--checkpoint 7: not a checkpoint of run; use one of: step-0000"),
-        (("--checkpoint", "1", "--best"), "--checkpoint and --best: they exclude each other"),
-        (("--best",), "--best: run has no checkpoint with an evaluation"),
-        ((), "evaluate: job file "),
-    ],
+MISTAKES = (
+    (("--checkpoint", "7"), "--checkpoint 7: not a checkpoint of run-1; use one of: step-0000"),
+    (("--checkpoint", "1", "--best"), "--checkpoint and --best: they exclude each other"),
+    (("--best",), "--best: run-1 has no checkpoint with an evaluation"),
 )
-def test_mistakes(jobs: Jobs, words: tuple[str, ...], text: str) -> None:
-    jobs.train("--stages", "1", "--steps", "1").path.rename(jobs.folder / "run")
-    found = jobs.pipeworker("evaluate", "run", *words)
-    assert found.returncode == 2
-    assert text in found.stderr
 
 
-def test_a_run_without_evaluation_is_evaluated_by_the_file_it_is_resumed_with(jobs: Jobs) -> None:
+def test_a_run_without_evaluation_is_evaluated_by_the_file_it_is_resumed_with(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mistakes in the command are named before that."""
     run = jobs.train("--stages", "1", "--steps", "1")
+    monkeypatch.chdir(jobs.folder)
+    for mistake, text in MISTAKES:
+        refused = CliRunner().invoke(cli.main, ["evaluate", "run-1", *mistake])
+        assert refused.exit_code == 2
+        assert text in refused.output
     found = jobs.pipeworker("evaluate", str(run.path))
     assert found.returncode == 2
     advice = "define it, resume the run with the new file and more --steps, and retry"
+    assert "evaluate: job file " in found.stderr
     assert f"has no evaluation(); {advice}\n" in found.stderr
     job = jobs.write(JOB + "\n    evaluation = data\n")
     words = ("--resume", "--run-dir", str(run.path), "--steps", "2", str(job))

@@ -43,21 +43,17 @@ RICH = (
 
 
 def test_results_are_the_same_for_any_number_of_stages(jobs: Jobs) -> None:
-    words = (*WORDS, "--evaluate-every", "2", "--steps", "7", "--replicas", "2")
-    ways = (("1", "never"), ("2", "always"), ("3", "except_first"))
-    runs = [
+    words = (*WORDS, "--evaluate-every", "2", "--steps", "6", "--replicas", "2")
+    ways = (("1", "never"), ("2", "except_first"))
+    one, two = (
         jobs.train("--stages", stages, "--recompute", mode, *words, source=RICH)
         for stages, mode in ways
-    ]
-    for run in runs[1:]:
-        assert_same(run, runs[0])
-        assert run.evaluations == runs[0].evaluations
-    last = runs[-1]
-    stages = len(last.plan["balance"])
-    count = 2 * stages
-    assert len(last.summary["peak_memory_bytes"]) == len(last.plan["stages"]) == count
-    assert "2 replicas of " in last.stdout
-    assert last.log(f"worker-{count - stages}") == ""
+    )
+    assert_same(two, one)
+    assert two.evaluations == one.evaluations
+    assert len(two.summary["peak_memory_bytes"]) == len(two.plan["stages"]) == 4
+    assert "2 replicas of " in two.stdout
+    assert two.log("worker-2") == ""
 
 
 @slow
@@ -74,10 +70,10 @@ def test_results_with_another_number_of_replicas_are_close(reference: Reference)
 
 
 def test_the_default_is_four_micro_batches_per_stage_of_each_replica(jobs: Jobs) -> None:
-    run = jobs.train("--stages", "2", "--replicas", "2", "--steps", "1", source=JOB)
-    assert json.loads((run.path / "run.json").read_text())["options"]["microbatches"] == 16
+    run = jobs.train("--stages", "1", "--replicas", "3", "--steps", "1", source=JOB)
+    assert json.loads((run.path / "run.json").read_text())["options"]["microbatches"] == 12
     assert run.plan["microbatches"] == 10  # as many as there are samples
-    assert run.metrics[0]["samples"] == 10  # fewer than 16
+    assert run.metrics[0]["samples"] == 10  # fewer than 12
 
 
 @pytest.mark.parametrize(
@@ -261,7 +257,7 @@ APART = (
     def before_update(params):
         global updates
         updates += 1
-        if updates == 25:
+        if updates == 13:
             try:
                 open("changed", "x").close()
             except FileExistsError:
@@ -269,7 +265,7 @@ APART = (
             next(iter(params)).data.mul_(2)
 """
 )
-"""One replica alone changes a weight of the first of three layers before update 9."""
+"""One replica alone changes a weight of the first of three layers before update 5."""
 
 BY_EPOCH = """
     scheduler_interval = "epoch"
@@ -281,39 +277,40 @@ BY_EPOCH = """
 
 def test_all_buffers_that_a_forward_changes_are_those_of_replica_0(jobs: Jobs) -> None:
     words = ("--replicas", "2", "--microbatches", "4")
-    whole = jobs.train("--stages", "2", "--steps", "6", *words, source=BUFFERS)
-    path = jobs.train("--stages", "1", "--steps", "3", *words, source=BUFFERS).path
-    jobs.train("--resume", "--stages", "2", "--steps", "6", "--run-dir", str(path), source=BUFFERS)
+    whole = jobs.train("--stages", "1", "--steps", "4", *words, source=BUFFERS)
+    path = jobs.train("--stages", "1", "--steps", "2", *words, source=BUFFERS).path
+    jobs.train("--resume", "--stages", "2", "--steps", "4", "--run-dir", str(path), source=BUFFERS)
     assert_same(Record(path), whole)
 
 
 def test_weights_that_a_forward_changes_by_its_own_samples_are_an_error(jobs: Jobs) -> None:
     source = BUFFERS.replace("nn.Sequential(Mean()", "nn.Sequential(Fitted(8, 8)")
-    words = ("--stages", "2", "--microbatches", "4", "--steps", "2")
+    words = ("--stages", "1", "--microbatches", "2", "--steps", "2")
     run = jobs.run(*words, "--replicas", "2", source=source)
     assert run.status == 2
     assert "stage 0, layer 0: `weight` differs between the replicas" in run.stderr
     jobs.train(*words, source=source)
 
 
+@slow
 def test_weights_are_compared_in_the_step_after_a_checkpoint(jobs: Jobs) -> None:
-    """Otherwise the next comparison would be before update 16."""
-    words = ("--stages", "1", "--replicas", "2", "--microbatches", "4", "--steps", "16")
-    run = jobs.run(*words, "--checkpoint-every", "10", source=APART)
+    """Otherwise the next comparison would be before update 8."""
+    words = ("--stages", "1", "--replicas", "2", "--microbatches", "4", "--steps", "8")
+    run = jobs.run(*words, "--checkpoint-every", "6", source=APART)
     assert run.status == 1
-    assert re.search(r"`weight` differs between the replicas,[^\n]*\n[^\n]* step 11\n", run.stderr)
+    assert re.search(r"`weight` differs between the replicas,[^\n]*\n[^\n]* step 7\n", run.stderr)
 
 
 def test_weights_are_compared_in_a_last_step_that_reads_one_more_mini_batch(jobs: Jobs) -> None:
     """A scheduler of epochs has to know whether the epoch ends with it."""
-    words = ("--stages", "1", "--replicas", "2", "--microbatches", "4", "--steps", "12")
+    words = ("--stages", "1", "--replicas", "2", "--microbatches", "2", "--steps", "6")
     run = jobs.run(*words, source=APART + BY_EPOCH)
     assert run.status == 1
-    assert re.search(r"`weight` differs between the replicas,[^\n]*\n[^\n]* step 12\n", run.stderr)
+    assert re.search(r"`weight` differs between the replicas,[^\n]*\n[^\n]* step 6\n", run.stderr)
 
 
 def test_replicas_that_read_different_data_fail(jobs: Jobs) -> None:
-    run = jobs.run("--stages", "2", "--replicas", "2", "--microbatches", "4", source=UNLIKE)
+    run = jobs.run("--stages", "1", "--replicas", "2", "--microbatches", "2", source=UNLIKE)
     assert run.status == 1
     assert "data(): replica 1 read another mini-batch for step 3 than replica 0" in run.stderr
     until(lambda: not processes_of(jobs.folder))
@@ -347,12 +344,12 @@ def test_recovery_with_data_read_by_replica_0(jobs: Jobs, quiet: Record) -> None
 def test_a_mini_batch_passed_on_one_rank_of_a_script_is_for_all(
     reference: Reference, scripts: Scripts
 ) -> None:
-    local = reference("--stages", "2", "--replicas", "2", "--microbatches", "4", source=JOB)
+    local = reference("--stages", "1", "--replicas", "2", "--microbatches", "4", source=JOB)
     loop = LOOP.replace("pipe.step(batch)", "pipe.step(batch if rank == 0 else None)")
     options = json.dumps({"replicas": 2, "data_reader": "first"})
-    ranks = scripts.start(script(JOB, loop), 4, OPTIONS=options)
+    ranks = scripts.start(script(JOB, loop), 2, OPTIONS=options)
     ranks.succeed()
-    for rank in range(4):
+    for rank in range(2):
         assert ranks.reported(rank)["loss"] == [row["loss"] for row in local.metrics]
 
 
@@ -388,14 +385,6 @@ def test_an_invalid_number_of_replicas_is_rejected(
     assert run.status == 2
     assert expected in run.stderr
     assert not run.path.exists()
-
-
-def test_a_sparse_gradient_is_rejected(jobs: Jobs) -> None:
-    sparse = TOKENS.replace("nn.Embedding(11, 8)", "nn.Embedding(11, 8, sparse=True)")
-    sparse = sparse.replace('tied = [("0.weight", "3.weight")]', "")
-    run = jobs.run("--stages", "2", "--replicas", "2", *WORDS, source=sparse)
-    assert run.status == 2
-    assert "the gradient of 0.weight is sparse" in run.stderr
 
 
 SHARDED = ("--replicas", "2", "--microbatches", "4", "--shard-optimizer")
@@ -491,7 +480,7 @@ def test_a_number_of_processes_not_divisible_by_replicas_is_rejected(scripts: Sc
 
 
 def test_an_interrupt_saves_a_checkpoint(jobs: Jobs) -> None:
-    words = ("--stages", "2", "--replicas", "2", "--microbatches", "4", "--steps", "100000")
+    words = ("--stages", "1", "--replicas", "2", "--microbatches", "4", "--steps", "100000")
     process, path = jobs.start(*words, source=CALM)
     until(lambda: steps_of(path))
     process.send_signal(signal.SIGINT)

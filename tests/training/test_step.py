@@ -13,8 +13,8 @@ from support.slow import slow
 
 
 def control_messages(jobs: Jobs, *words: str) -> tuple[int, int]:
-    """Return the control messages (received, sent) of a job of three stages, without heartbeats."""
-    run = jobs.train("--stages", "3", *words)
+    """Return the control messages (received, sent) of a job of two stages, without heartbeats."""
+    run = jobs.train("--stages", "2", *words)
     found = re.search(r"control messages: (\d+) received, (\d+) sent", run.log("coordinator"))
     assert found
     return int(found[1]), int(found[2])
@@ -23,17 +23,17 @@ def control_messages(jobs: Jobs, *words: str) -> tuple[int, int]:
 def test_two_control_messages_per_worker_and_step_for_any_m(jobs: Jobs) -> None:
     few = control_messages(jobs, "--microbatches", "2", "--steps", "3")
     more = control_messages(jobs, "--microbatches", "10", "--steps", "8")
-    assert [a - b for a, b in zip(more, few, strict=True)] == [3 * 5, 3 * 5]
+    assert [a - b for a, b in zip(more, few, strict=True)] == [2 * 5, 2 * 5]
 
 
 @pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=slow), 16])
 def test_fewer_micro_batches_than_stages_or_more_than_samples(
     jobs: Jobs, microbatches: int
 ) -> None:
-    losses, _, _ = plain_loop(jobs.write(JOB), microbatches=microbatches, steps=6)
-    run = jobs.train("--stages", "4", "--microbatches", f"{microbatches}")
+    losses, _, _ = plain_loop(jobs.write(JOB), microbatches=microbatches, steps=3)
+    run = jobs.train("--stages", "3", "--microbatches", f"{microbatches}", "--steps", "3")
     assert [row["loss"] for row in run.metrics] == losses
-    assert len(losses) == 6
+    assert len(losses) == 3
 
 
 def test_the_checked_actions_are_in_the_plan(jobs: Jobs) -> None:
@@ -67,7 +67,7 @@ SLOW_UPDATE = JOB.replace(
 
 def test_the_time_of_an_update_is_no_idle_time(jobs: Jobs) -> None:
     """The update of a step is at the beginning of the next one's time."""
-    words = ("--stages", "2", "--microbatches", "2", "--steps", "3")
+    words = ("--stages", "1", "--microbatches", "2", "--steps", "3")
     run = jobs.train(*words, source=SLOW_UPDATE)
     assert run.metrics[0]["bubble"] > 0
     for row in run.metrics[1:]:
