@@ -74,16 +74,16 @@ def test_a_unet_equals_the_plain_loop_at_any_number_of_stages(jobs: Jobs) -> Non
     ("change", "status", "message"),
     [
         (("Up(1)", "nn.Tanh()"), 2, "layer 2 (Down) stashes 'level1/x', which no layer after it"),
-        (("Down(1)", "nn.Tanh()"), 2, "layer 7 (Up) pops 'level1/x', which no layer before it"),
         (
             ('stash("mask", x > 0)', 'stash("mask" if len(x) < 4 else "other", x > 0)'),
             1,
             "stash('level0/other', ...): stashed or received here, and not popped",
         ),
-        (
+        pytest.param(
             ('f"level{self.level}"', "f\"{self.level}-{__import__('os').getpid()}\""),
             1,
             "and not popped; pop it, by a name that is the same in every process",
+            marks=slow,
         ),
         (
             (
@@ -96,7 +96,7 @@ def test_a_unet_equals_the_plain_loop_at_any_number_of_stages(jobs: Jobs) -> Non
             "No skip connection was planned: import pipeworker at the top of",
         ),
     ],
-    ids=["not popped", "not stashed", "other at run time", "other by process", "imported late"],
+    ids=["not popped", "other at run time", "other by process", "imported late"],
 )
 def test_a_mistake_is_named(jobs: Jobs, change: tuple[str, str], status: int, message: str) -> None:
     source = UNET.replace(*change)

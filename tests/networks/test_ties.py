@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support.real_jobs.compare import assert_same
-from support.real_jobs.jobs import Jobs
+from support.real_jobs.jobs import Jobs, Reference
 from support.slow import slow
 
 EAGER = """
@@ -74,8 +74,8 @@ def test_tied_weights_are_equal_on_all_stages(
     jobs: Jobs, source: str, one: tuple[str, ...]
 ) -> None:
     words = ("--microbatches", "3", "--clip-grad-norm", "0.7")
-    four = ("--stages", "4", "--backend", "gloo")
-    runs = [jobs.train(*way, *words, source=source) for way in (one, four)]
+    three = ("--stages", "3", "--backend", "gloo")
+    runs = [jobs.train(*way, *words, source=source) for way in (one, three)]
     assert_same(*runs)
     weights = runs[1].weights
     last = max(int(key.partition(".")[0]) for key in weights)
@@ -87,7 +87,7 @@ def test_tied_weights_are_equal_on_all_stages(
 
 def test_tied_weights_train_as_in_the_plain_loop_and_are_saved_once(jobs: Jobs) -> None:
     source = textwrap.dedent(EAGER).replace("before_update", "unused")
-    run = jobs.train("--stages", "4", "--microbatches", "3", source=source)
+    run = jobs.train("--stages", "3", "--microbatches", "3", source=source)
     namespace: dict[str, Any] = {}
     exec(source, namespace)
     torch.manual_seed(0)
@@ -114,12 +114,8 @@ def test_tied_weights_train_as_in_the_plain_loop_and_are_saved_once(jobs: Jobs) 
 @pytest.mark.parametrize(
     ("tied", "message"),
     [
-        ("3", ": tied is an int; make it a list"),
-        ("[('0.table',)]", "make it a tuple of two or more parameter names"),
         ("[('0.table', '9.x')]", "tied: names '9.x'"),
         ("[('0.table', '4.nothing')]", "layer 4 (Head) has no parameter 'nothing'"),
-        ("[('0.table', '1.weight')]", "tied: 0.table is (11, 8)"),
-        ("[('0.table', '4.table'), ('1.weight', '4.table')]", "tied: names '4.table' twice"),
     ],
 )
 def test_mistakes(jobs: Jobs, tied: str, message: str) -> None:
@@ -145,7 +141,7 @@ SHARED = """
 PAIRS = (("0.table", "4.table"), ("1.weight", "3.weight"), ("1.bias", "3.bias"))
 
 
-@pytest.mark.parametrize("stages", ["1", "2", "5"])
+@pytest.mark.parametrize("stages", [*(pytest.param(k, marks=slow) for k in "15"), "2"])
 def test_layers_that_share_a_parameter_must_declare_it(jobs: Jobs, stages: str) -> None:
     source = f"{textwrap.dedent(EAGER + SHARED)}\ntied = {list(PAIRS[1:])}\n"
     run = jobs.run("--stages", stages, "--microbatches", "2", source=source)
@@ -160,10 +156,9 @@ def test_declared_ties_of_layers_that_share_parameters_are_equal_on_all_stages(j
     source = f"{textwrap.dedent(EAGER + SHARED)}\ntied = {list(PAIRS)}\n"
     runs = [
         jobs.train("--stages", stages, "--microbatches", "3", source=source)
-        for stages in ("1", "2", "5")
+        for stages in ("1", "3")
     ]
-    for run in runs[1:]:
-        assert_same(runs[0], run)
+    assert_same(*runs)
     weights = runs[0].weights
     assert all(torch.equal(weights[one], weights[other]) for one, other in PAIRS)
 
@@ -181,20 +176,27 @@ FROZEN = """
 
 def test_layers_may_share_frozen_parameters(jobs: Jobs) -> None:
     words, source = ("--microbatches", "2"), EAGER + SHARED + FROZEN
-    assert_same(*(jobs.train("--stages", stages, *words, source=source) for stages in ("1", "3")))
+    assert_same(*(jobs.train("--stages", stages, *words, source=source) for stages in ("1", "2")))
 
 
 @pytest.mark.parametrize(
-    ("model", "user"),
+    ("stages", "model", "user"),
     [
-        ("nn.Sequential(_tok, nn.Linear(8, 8), User())", "layer 2 (User)"),
-        ("[_tok, nn.Tanh(), lambda x: x @ _tok.table.t()]", "layer 2 (lambda)"),
-        ("[lambda: _tok, nn.Tanh, User]", "layer 2 (User)"),
+        ("3", "nn.Sequential(_tok, nn.Linear(8, 8), User())", "layer 2 (User)"),
+        ("1", "[_tok, nn.Tanh(), lambda x: x @ _tok.table.t()]", "layer 2 (lambda)"),
+        *(
+            pytest.param(*case, marks=slow)
+            for case in (
+                ("1", "nn.Sequential(_tok, nn.Linear(8, 8), User())", "layer 2 (User)"),
+                ("3", "[_tok, nn.Tanh(), lambda x: x @ _tok.table.t()]", "layer 2 (lambda)"),
+                ("1", "[lambda: _tok, nn.Tanh, User]", "layer 2 (User)"),
+                ("3", "[lambda: _tok, nn.Tanh, User]", "layer 2 (User)"),
+            )
+        ),
     ],
 )
-@pytest.mark.parametrize("stages", ["1", "3"])
 def test_a_forward_that_uses_a_parameter_of_another_layer_is_an_error(
-    jobs: Jobs, model: str, user: str, stages: str
+    jobs: Jobs, stages: str, model: str, user: str
 ) -> None:
     uses = f"""
     _tok = Tok()
@@ -237,7 +239,7 @@ CUT = """
 """
 
 
-@pytest.mark.parametrize("stages", [pytest.param("1", marks=slow), "3"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=slow), "2"])
 def test_the_loss_may_use_parameters_of_a_cut_module_that_the_last_layer_has(
     jobs: Jobs, stages: str
 ) -> None:
@@ -252,7 +254,7 @@ def test_the_loss_may_use_parameters_of_a_cut_module_that_the_last_layer_has(
 def test_the_loss_may_use_parameters_that_no_layer_uses(jobs: Jobs) -> None:
     source = EAGER + CUT.replace("FORWARD", "0").replace("+ LOSS", "* whole.scale")
     assert_same(
-        *(jobs.train("--stages", stages, "--microbatches", "2", source=source) for stages in "13")
+        *(jobs.train("--stages", stages, "--microbatches", "2", source=source) for stages in "12")
     )
 
 
@@ -288,7 +290,7 @@ CACHED = """
 def test_layers_may_share_what_a_function_keeps(jobs: Jobs) -> None:
     source = EAGER + CACHED.replace("SEEDED", "torch.manual_seed(3)")
     assert_same(
-        *(jobs.train("--stages", stages, "--microbatches", "2", source=source) for stages in "13")
+        *(jobs.train("--stages", stages, "--microbatches", "2", source=source) for stages in "12")
     )
 
 
@@ -404,14 +406,18 @@ TABLES_CUT = """
 
 
 @pytest.mark.parametrize(
+    "way", [("--stages", "3"), pytest.param(("--stages", "2", "--balance", "1,2"), marks=slow)]
+)
+@pytest.mark.parametrize(
     "source",
     [pytest.param(TABLES, marks=slow, id="sequence"), pytest.param(TABLES + TABLES_CUT, id="cut")],
 )
-def test_stages_have_the_same_tables(jobs: Jobs, source: str) -> None:
+def test_stages_have_the_same_tables(
+    jobs: Jobs, reference: Reference, source: str, way: tuple[str, ...]
+) -> None:
     words = ("--microbatches", "3", "--no-profile")
-    one = jobs.train("--stages", "1", *words, source=source)
-    assert_same(one, jobs.train("--stages", "3", *words, source=source))
-    assert_same(one, jobs.train("--stages", "2", "--balance", "1,2", *words, source=source))
+    one = reference("--stages", "1", *words, source=source)
+    assert_same(one, jobs.train(*way, *words, source=source))
 
 
 def test_a_table_that_changes_without_a_trace_is_an_error(jobs: Jobs) -> None:

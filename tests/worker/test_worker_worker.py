@@ -139,6 +139,20 @@ def test_a_mistake_about_evaluations_is_named_before_the_first_step(
         start_worker(tmp_path, f"{JOB}scheduler_interval = 'step'\n{more}\n")
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("{'5': 'head'}", "names: '5' is in no layer"),
+        ("{'0.word': 'embed'}", r"names: '0\.word': the layer has no word; it has weight, …"),
+    ],
+)
+def test_a_name_for_files_that_no_layer_has_is_an_error(
+    tmp_path: Path, names: str, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        start_worker(tmp_path, f"{JOB}names = {names}\n")
+
+
 def test_a_scheduler_that_needs_evaluations_needs_the_option(tmp_path: Path) -> None:
     plateau = "scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau"
     with pytest.raises(UsageError, match="ReduceLROnPlateau: needs evaluations"):
