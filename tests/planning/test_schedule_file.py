@@ -117,6 +117,6 @@ def test_a_file_of_options_names_a_schedule_beside_it(jobs: Jobs, mine: Path) ->
     mine.rename(folder / "own.txt")
     job_file = jobs.write(RAGGED, "project/job.py")
     run_dir = jobs.folder / "run"
-    done = jobs.pipeworker("launch", "--run-dir", str(run_dir), str(job_file))
+    done = jobs.pipeworker("launch", "--steps", "1", "--run-dir", str(run_dir), str(job_file))
     assert done.returncode == 0, done.stderr
     assert "4 micro-batches, own.txt" in done.stdout
