@@ -18,6 +18,7 @@ from pipeworker.display.progress import JobProgress
 from pipeworker.display.text import strict
 from pipeworker.facts.step import StepResult
 from pipeworker.session.launched import command_words
+from support.real_jobs.compare import plain_loop
 from support.real_jobs.jobs import Jobs
 from support.real_jobs.sources import JOB
 
@@ -309,19 +310,16 @@ def test_a_command_that_only_submits_the_job_is_an_error(
 def test_a_job_is_launched(
     jobs: Jobs, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    expected = jobs.train("--stages", "1", "--microbatches", "4", "--steps", "3")
-    jobs.write(JOB)
+    losses, _, _ = plain_loop(jobs.write(JOB), microbatches=4, steps=3)
     monkeypatch.chdir(jobs.folder)
     for name, value in jobs.forking.items():
         monkeypatch.setenv(name, value)
     result = pipeworker.launch("job.py", stages=1, steps=3, run_dir="launched")
     assert (result.run_dir, result.steps) == (jobs.folder / "launched", 3)
-    assert result.loss == expected.metrics[-1]["loss"]
+    assert result.loss == losses[-1]
     assert (result.summary["status"], result.best_evaluation) == ("done", None)
     assert result.checkpoint == jobs.folder / "launched/checkpoints/step-00000003"
     assert "step 3/3  loss " in capfd.readouterr().out
     with pytest.raises(pipeworker.UsageError, match="launched: exists already"):
         pipeworker.launch("job.py", stages=1, run_dir="launched")
     assert pipeworker.launch(resume="launched", steps=4).steps == 4
-    with pytest.raises(pipeworker.UsageError, match=r"^--balance 1: "):
-        pipeworker.launch(resume="launched", stages=2, balance=[1])

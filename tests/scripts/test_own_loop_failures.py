@@ -90,13 +90,19 @@ DIFFERENT = "stage 1 called predict(batch) while stage 0 called step(batch)"
             "UsageError: step(batch): was given a Tensor; make it a pair (input, target)",
             "UsageError: step(batch): was given a Tensor",
         ),
-        ("none", "UsageError: step(batch): was given a NoneType", "UsageError: step(batch)"),
+        pytest.param(
+            *("none", "UsageError: step(batch): was given a NoneType", "UsageError: step(batch)"),
+            marks=slow,
+        ),
         (
             "inside",
             "this pipeline is busy: a call was made inside another one",
             "this pipeline is busy: a call was made inside another one",
         ),
-        ("sysexit", "PipeworkerError: the script of stage 1 called sys.exit(3)", ""),
+        pytest.param(
+            *("sysexit", "PipeworkerError: the script of stage 1 called sys.exit(3)", ""),
+            marks=slow,
+        ),
         ("exit", "PipeworkerError: the worker of stage 1 (pid ", ""),
         (
             "closed",
@@ -206,9 +212,8 @@ UNCLOSED = """
 """
 
 
-@pytest.mark.parametrize("end", ["", "with pipe:\n    sys.exit()"])
-def test_the_end_of_a_script_closes_its_pipeline(scripts: Scripts, end: str) -> None:
-    run = scripts.start(script(JOB, UNCLOSED, end), 2).end()[0]
+def test_the_end_of_a_script_closes_its_pipeline(scripts: Scripts) -> None:
+    run = scripts.start(script(JOB, UNCLOSED), 2).end()[0]
     assert run.summary["status"] == "done"
     assert len(run.weights) == 6
 

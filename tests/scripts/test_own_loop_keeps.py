@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 import pipeworker
+from support.processes.forked import Server
 from support.real_jobs.compare import assert_same
+from support.real_jobs.jobs import Jobs, Record
 from support.real_jobs.ranks import Scripts, script
 from support.real_jobs.sources import DROPOUT_JOB, JOB
 from support.slow import slow
@@ -170,11 +172,19 @@ ENDED = """
 """
 
 
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, server: Server | None) -> Record:
+    """Return a run that nothing interrupts."""
+    jobs = Jobs(tmp_path_factory.mktemp("expected"), server)
+    with Scripts(jobs) as scripts:
+        return scripts.start(script("import signal", NORMED, ENDED), 1, WHAT="").succeed()[0]
+
+
 @pytest.mark.parametrize(
     ("what", "ranks"),
     [
         pytest.param("layer", 1, marks=slow),
-        ("layer", 3),
+        ("layer", 2),
         ("interrupt", 1),
         pytest.param("update", 1, marks=slow),
         pytest.param("terminated", 1, marks=slow),
@@ -182,10 +192,10 @@ ENDED = """
         ("everywhere", 2),
     ],
 )
-def test_the_last_whole_step_is_saved_and_resumed(scripts: Scripts, what: str, ranks: int) -> None:
-    source = script("import signal", NORMED, ENDED)
-    expected = scripts.start(source, 1, WHAT="").succeed()[0]
-    started = scripts.start(source, ranks, WHAT=what)
+def test_the_last_whole_step_is_saved_and_resumed(
+    scripts: Scripts, expected: Record, what: str, ranks: int
+) -> None:
+    started = scripts.start(script("import signal", NORMED, ENDED), ranks, WHAT=what)
     runs = started.succeed()
     assert_same(runs[0], expected)
     reported = started.reported(ranks - 1)
