@@ -8,7 +8,9 @@ import shutil
 import signal
 from pathlib import Path
 
-from support.real_jobs.compare import assert_same
+import torch
+
+from support.real_jobs.compare import assert_same, plain_loop
 from support.real_jobs.jobs import Jobs, Reference, pids_of, processes_of, until
 from support.real_jobs.ranks import Scripts, script
 from support.real_jobs.sources import DIES, JOB
@@ -69,7 +71,7 @@ def test_each_record_is_passed_on_once(jobs: Jobs, reference: Reference) -> None
     """A worker is lost, then the run is resumed from a checkpoint before its last step."""
     # Whatever the load: nothing is skipped while a checkpoint is written, and no step is repeated.
     always = ("--checkpoint-busy", "wait", "--snapshot-every", "1")
-    words = ("--stages", "2", *WORDS, *always, "--steps", "5", "--", "kill")
+    words = ("--stages", "1", *WORDS, *always, "--steps", "5", "--", "kill")
     run = jobs.train(*words, source=DIES + SEEN)
     assert (jobs.folder / "died").exists()
     assert seen(jobs.folder) == ("s1 s2 e2 s3 s4 e4 s5", "c2 c3 c5")
@@ -85,9 +87,9 @@ def test_each_record_is_passed_on_once(jobs: Jobs, reference: Reference) -> None
     assert [row["loss"] for row in run.metrics][:5] == [row["loss"] for row in quiet.metrics]
 
 
-def test_a_hook_that_fails_or_hangs_is_a_warning(jobs: Jobs, reference: Reference) -> None:
+def test_a_hook_that_fails_or_hangs_is_a_warning(jobs: Jobs) -> None:
     env = {**os.environ, "PIPEWORKER_TIMINGS": "hooks=1.5"}
-    words = ("--stages", "2", "--microbatches", "4", "--steps", "3")
+    words = ("--stages", "1", "--microbatches", "4", "--steps", "3")
     run = jobs.train(*words, source=JOB + FAILS, env=env)
     first, last = [line for line in run.stderr.splitlines() if line.startswith("warning: ")]
     log = run.path / "logs" / "hooks.log"
@@ -104,7 +106,9 @@ def test_a_hook_that_fails_or_hangs_is_a_warning(jobs: Jobs, reference: Referenc
     assert "[hooks]" not in run.stdout
     assert json.loads((run.path / "hooks.json").read_text())["on_checkpoint"] == [0, 0]
     until(lambda: not processes_of(jobs.folder), 5)  # the watcher ends a moment later
-    assert_same(run, reference(*words))
+    losses, weights, _ = plain_loop(jobs.write(JOB), microbatches=4, steps=3)
+    assert [row["loss"] for row in run.metrics] == losses
+    assert all(torch.equal(value, weights[key]) for key, value in run.weights.items())
 
 
 def test_the_death_of_the_process_of_hooks_is_a_warning_at_the_end_of_the_job_too(

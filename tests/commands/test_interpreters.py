@@ -96,7 +96,7 @@ def test_the_agent_imports_modules_for_all_workers(seen: Seen) -> None:
     assert all("there True" in seen.run.log(f"worker-{stage}") for stage in (0, 1))
 
 
-@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("beside", [True, pytest.param(False, marks=slow)])
 def test_the_command_runs_beside_modules_with_our_names(jobs: Jobs, beside: bool) -> None:
     """It is the installed script, whose own folder is first on its import path."""
     write_neighbours(jobs)

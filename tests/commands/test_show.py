@@ -32,12 +32,12 @@ STEP = re.compile(r"step (\d+)  loss (\d\.\d{4})  lr 0\.1  (\d+\.\d) samples/s  
 
 
 def test_a_line_per_step_appears_at_once(jobs: Jobs) -> None:
-    words = ("--stages", "3", "--microbatches", "4", "--log-every", "1")
+    words = ("--stages", "2", "--microbatches", "4", "--log-every", "1")
     process, path = jobs.start(*words, source=GATED)
     assert process.stdout is not None
-    assert process.stdout.readline() == "starting 3 workers\n"
+    assert process.stdout.readline() == "starting 2 workers\n"
     assert process.stdout.readline() == (
-        f"3 stages (2,2,1 layers), 4 micro-batches, gpipe; run directory {path}\n"
+        f"2 stages (3,2 layers), 4 micro-batches, gpipe; run directory {path}\n"
     )
     assert process.stdout.readline() == (
         "seed 0, one pass over the data, until data() ends, 1 thread per worker, cpu, fp32\n"
@@ -226,7 +226,7 @@ def test_a_bar_shows_the_evaluation_and_the_memory(jobs: Jobs) -> None:
 
 def test_an_interrupted_job_shows_how_to_resume(jobs: Jobs) -> None:
     """The first Ctrl-C saves a checkpoint, and the summary has the command to resume."""
-    words = ("--stages", "2", "--steps", "100000")
+    words = ("--stages", "1", "--steps", "100000")
     with Terminal(jobs, *words, source=CALM, columns=200) as terminal:
         until(lambda: (terminal.path / "metrics.jsonl").exists() and Record(terminal.path).metrics)
         terminal.type("\x03")
@@ -262,7 +262,7 @@ DIES = """
 
 def test_the_last_output_of_a_worker_that_dies(jobs: Jobs) -> None:
     """They are shown once, although the next worker appends to the same log."""
-    run = jobs.train("--stages", "2", "--output", "all", source=DIES)
+    run = jobs.train("--stages", "1", "--output", "all", source=DIES)
     assert [line for line in run.stdout.splitlines() if line.startswith("[stage")] == [
         "[stage 0] printed before",
         "[stage 0] and no end",

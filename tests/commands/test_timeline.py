@@ -124,12 +124,12 @@ READING = (
 
 
 def test_all_workers_wait_for_a_slow_data(jobs: Jobs) -> None:
-    words = ("--stages", "3", "--microbatches", "8", "--steps", "4", "--trace")
+    words = ("--stages", "2", "--microbatches", "4", "--steps", "4", "--trace")
     run = jobs.train(*words, source=READING)
     found = json.loads(jobs.pipeworker("report", str(run.path), "--json").stdout)
     assert found["advice"]["text"].startswith("data() takes ")
     idle = [worker["idle"] for worker in found["workers"]]
-    assert [max(causes, key=causes.__getitem__) for causes in idle] == ["data"] * 3
+    assert [max(causes, key=causes.__getitem__) for causes in idle] == ["data"] * 2
     assert all(0 < causes["data"] <= idle[0]["data"] for causes in idle)
 
 
