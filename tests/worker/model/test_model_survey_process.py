@@ -27,16 +27,17 @@ def variables(folder: Path) -> dict[str, str]:
     return {**os.environ, PRELOAD: "support.processes.fork_threads", FILE: str(folder / "forks")}
 
 
-@slow
 def test_every_process_of_a_job_forks_with_one_thread(jobs: Jobs) -> None:
     """The agent forks the workers, and the first worker the process of the survey."""
-    run = jobs.train("--stages", "2", source=MENTIONS, env=variables(jobs.folder))
+    words = ("--stages", "2", "--steps", "1")
+    run = jobs.train(*words, source=MENTIONS, env=variables(jobs.folder))
     threads = (jobs.folder / "forks").read_text().split()
     assert len(threads) >= 3
     assert set(threads) == {"1"}
     assert "needs real tensors" not in run.log("worker-0")
 
 
+@slow
 def test_ranks_of_torchrun_fork_with_one_thread(jobs: Jobs, torchrun: Torchrun) -> None:
     """Each rank forks its guard, and rank 0 the process of the survey."""
     run = torchrun(source=MENTIONS, env=variables(jobs.folder)).end()
@@ -94,7 +95,7 @@ process.close()
         ("torch.ones(2, 8)", ("def model():", "def model():\n    1 / 0"), "ZeroDivisionError"),
         (
             "torch.ones(2, 8)",
-            ("def model():", "def model():\n    while True: pass"),
+            ("def model():", "def model():\n    import time; time.sleep(600)"),
             "it took more than 2 s",
         ),
     ],

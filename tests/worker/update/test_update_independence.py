@@ -159,9 +159,9 @@ def data():
 def test_an_optimizer_that_draws_random_numbers_is_noted_once(jobs: Jobs) -> None:
     """Its numbers depend on the number of stages, and no trial runs a class of the user's own."""
     note = "Langevin: draws random numbers in its step"
-    alone = jobs.run("--stages", "1", source=NOISY)
+    alone = jobs.run("--stages", "1", "--steps", "2", source=NOISY)
     assert (alone.status, alone.stderr.count(note)) == (0, 0)
-    both = jobs.run("--stages", "2", source=NOISY)
+    both = jobs.run("--stages", "2", "--steps", "2", source=NOISY)
     assert (both.status, both.stderr.count(note)) == (0, 1), both.stderr
     assert alone.metrics[-1]["loss"] != both.metrics[-1]["loss"]
 

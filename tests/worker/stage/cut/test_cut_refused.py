@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from _thread import start_new_thread
 from collections.abc import Callable
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.worker.blame import UserCodeError
+from pipeworker.worker.stage.cut.calls import line_of_the_user
 from pipeworker.worker.stage.cut.part import plan_of
 from pipeworker.worker.transport.structure import NO_TYPES
 
@@ -536,10 +537,16 @@ def test_a_line_of_code_without_a_file_is_named_as_such() -> None:
 
 
 def test_a_line_of_no_user_is_not_that_of_the_process() -> None:
-    code = "from pipeworker.worker.stage.cut.calls import line_of_the_user as f; print(f())"
-    words = [sys.executable, "-c", code]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert done.stdout == "an unknown line\n"
+    """The outermost frame is the command of the process; here it is the first of a thread."""
+    found, noted = list[str](), Event()
+
+    def outermost() -> None:
+        found.append(line_of_the_user())
+        noted.set()
+
+    start_new_thread(outermost, ())
+    assert noted.wait(20)
+    assert found == ["an unknown line"]
 
 
 def test_a_unit_that_needs_numbers_keeps_a_value_too() -> None:
