@@ -1,8 +1,12 @@
-"""The number of examples of property tests: few in each run, many every night."""
+"""The number of cases of property tests and loops: few in each run, many every night."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 FACTOR = float(os.environ.get("DRAWS", "1"))
 """The variable ``DRAWS`` multiplies the number of examples of every property test."""
@@ -11,3 +15,8 @@ FACTOR = float(os.environ.get("DRAWS", "1"))
 def draws(count: int) -> int:
     """Return the number of examples of a test that draws `count` in an ordinary run."""
     return max(1, round(count * FACTOR))
+
+
+def some(values: Iterable[T], every: int, turn: int = 0) -> list[T]:
+    """Return each `every`-th value in an ordinary run, beginning with number `turn`; else all."""
+    return [*values][turn % every :: every] if FACTOR == 1 else [*values]

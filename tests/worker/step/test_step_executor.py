@@ -23,7 +23,7 @@ from pipeworker.worker.blame import UserCodeError
 from pipeworker.worker.device.device import EventStopwatch
 from pipeworker.worker.stage.batchnorm import DeferredBatchNorm
 from pipeworker.worker.step import executor
-from support.draws import draws
+from support.draws import draws, some
 from support.in_process.layers import Apply, Layer, data, mse
 from support.in_process.pipelines import MODES, Pipeline, filled
 from support.in_process.plain_loop import Batches, Loss, Trained, assert_equal, plain
@@ -61,12 +61,16 @@ def check(
     microbatches: int = 3,
     modes: Sequence[str] = MODES,
 ) -> Trained:
-    """Compare every balance with the plain loop, in half of the modes; return its result."""
+    """Compare every balance with the plain loop; return its result.
+
+    Each balance has one of the modes in an ordinary run.
+    """
     expected = plain(copy.deepcopy(layers), loss, copy.deepcopy(batches), microbatches)
     if balances is None:
         balances = [partition.even(len(layers), k) for k in range(1, min(4, len(layers)) + 1)]
     for index, balance in enumerate(balances):
-        for recompute in modes[index % 2 :: 2] if len(balances) > 1 else modes:
+        every = min(len(balances), 4)
+        for recompute in some(modes, every, index):
             pipeline = fill_drain(
                 layers,
                 copy.deepcopy(batches),

@@ -105,8 +105,14 @@ def pipeline_of(way: Way, lanes: int = 1) -> Pipeline:
     return pipeline
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize("recompute", MODES)
+@pytest.mark.parametrize(
+    ("recompute", "lanes"),
+    [
+        pytest.param(mode, lanes, marks=slow if (number + lanes) % 2 else ())
+        for number, mode in enumerate(MODES)
+        for lanes in (1, 2)
+    ],
+)
 @pytest.mark.parametrize("placement", mostly_slow(PLACEMENTS, 2), ids=str)
 def test_nothing_is_left_after_a_step(placement: Placement, recompute: str, lanes: int) -> None:
     pipeline = pipeline_of(filled(placement, recompute), lanes)
@@ -117,7 +123,7 @@ def test_nothing_is_left_after_a_step(placement: Placement, recompute: str, lane
 
 @pytest.mark.parametrize("recomputed", [never, always])
 @pytest.mark.parametrize("order", ["zero bubble", pytest.param("depth first", marks=slow)])
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("placement", mostly_slow(PLACEMENTS, 2), ids=str)
 def test_nothing_is_left_after_split_backwards(
     placement: Placement, order: str, recomputed: Which
 ) -> None:
@@ -133,7 +139,7 @@ def test_nothing_is_left_after_split_backwards(
     assert_nothing_left(pipeline, 6 * 4 * 2 * 2)
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("lanes", [pytest.param(1, marks=slow), 2])
 @pytest.mark.parametrize("placement", mostly_slow(PLACEMENTS, 2), ids=str)
 def test_nothing_is_left_after_an_evaluation_pass(placement: Placement, lanes: int) -> None:
     pipeline = pipeline_of(filled(placement), lanes)
