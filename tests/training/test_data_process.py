@@ -63,7 +63,8 @@ READS = """
 """
 """``data()`` records its calls; with an argument, the worker of that stage dies in an epoch's end.
 It draws from the stream of the data and from a generator of its own."""
-WORDS = ("--stages", "2", "--microbatches", "4", "--steps", "12", "--snapshot-every", "1")
+MORE = ("--microbatches", "4", "--steps", "10", "--snapshot-every", "1")
+WORDS = ("--stages", "1", *MORE)
 HERE = "--max-restarts", "0"
 """Nothing outlives a worker, so the worker reads."""
 
@@ -92,13 +93,13 @@ def quiet(reference: Reference) -> Record:
 def test_nothing_is_read_again_when_a_worker_is_lost(
     jobs: Jobs, quiet: Record, victim: str
 ) -> None:
-    run = jobs.train(*WORDS, "--", victim, source=READS)
+    run = jobs.train("--stages", "2", *MORE, "--", victim, source=READS)
     assert (jobs.folder / "died").exists()
     assert run.summary["restarts"] == 1
     assert_same(run, quiet)
     found = reads(jobs)
     assert len({pid for pid, _ in found}) == 1
-    assert [number for _, number in found] == [number % 8 for number in range(12)]
+    assert [number for _, number in found] == [number % 8 for number in range(10)]
     assert "reading" not in run.stderr
 
 
@@ -123,7 +124,7 @@ LOADED = (
 
 
 def test_a_killed_process_of_a_loader_is_replaced(jobs: Jobs, reference: Reference) -> None:
-    words = ("--stages", "1", "--microbatches", "2", "--steps", "7", "--snapshot-every", "1")
+    words = (*WORDS, "--steps", "7")
     run = jobs.train(*words, "--", "loader", source=LOADED)
     assert (jobs.folder / "died").exists()
     (cause,) = run.summary["causes"]
@@ -213,7 +214,7 @@ FAILS = READS.replace("length = random", "length = 1 // (number != 5) * random")
 
 
 def test_an_error_of_data_is_reported_as_that_of_the_worker(jobs: Jobs) -> None:
-    words = ("--stages", "1", "--microbatches", "1", "--steps", "8")
+    words = (*WORDS, "--steps", "7")
     there, here = (jobs.run(*words, *more, source=FAILS) for more in ((), HERE))
     assert (there.status, there.summary["error"]) == (here.status, here.summary["error"])
     for run in (there, here):
@@ -258,7 +259,7 @@ SKIPPED = READS.replace("def data():", "def data(start):").replace(
 
 
 def test_data_that_can_be_skipped_has_no_process(jobs: Jobs) -> None:
-    run = jobs.train("--stages", "1", "--microbatches", "1", "--steps", "2", source=SKIPPED)
+    run = jobs.train(*WORDS, "--steps", "2", source=SKIPPED)
     assert {pid for pid, _ in reads(jobs)} == {run.plan["stages"][0]["pid"]}
 
 
@@ -274,9 +275,9 @@ def test_the_number_of_mini_batches_read_does_not_change(jobs: Jobs, kept: str) 
 
 @slow
 def test_replicas_that_read_each_keep_their_place(jobs: Jobs) -> None:
-    words = (*WORDS, "--replicas", "2", "--data-reader", "every")
+    words = ("--stages", "2", *MORE, "--replicas", "2", "--data-reader", "every")
     run = jobs.train(*words, "--", "1", source=READS)
     assert run.summary["restarts"] >= 1
     per_process = Counter(pid for pid, _ in reads(jobs))
-    assert sorted(per_process.values()) == [12, 12]
-    assert run.summary["steps"] == 12
+    assert sorted(per_process.values()) == [10, 10]
+    assert run.summary["steps"] == 10

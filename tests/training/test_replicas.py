@@ -79,9 +79,7 @@ def test_the_default_is_four_micro_batches_per_stage_of_each_replica(jobs: Jobs)
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(
-            ("--backend", "gloo", "--precision", "fp16", "--deferred-batch-norm"), marks=slow
-        ),
+        ("--backend", "gloo", "--precision", "fp16", "--deferred-batch-norm"),
         (
             *("--backend", "tls", "--precision", "bf16"),
             *("--accumulate", "2", "--clip-grad-value", "0.01"),
@@ -89,6 +87,7 @@ def test_the_default_is_four_micro_batches_per_stage_of_each_replica(jobs: Jobs)
     ],
     ids=" ".join,
 )
+@slow
 def test_results_are_the_same_with_other_options(jobs: Jobs, words: tuple[str, ...]) -> None:
     """Five mini-batches: with two per step, the last step has one.
 
