@@ -152,6 +152,7 @@ def test_layers_that_share_a_parameter_must_declare_it(jobs: Jobs, stages: str) 
     )
 
 
+@slow
 def test_declared_ties_of_layers_that_share_parameters_are_equal_on_all_stages(jobs: Jobs) -> None:
     source = f"{textwrap.dedent(EAGER + SHARED)}\ntied = {list(PAIRS)}\n"
     runs = [

@@ -157,26 +157,23 @@ EVALUATE = """
     ) as pipe:
         batches = list(data())
         losses = [pipe.step(batches[0]).loss]
-        if os.environ.get("LOOK"):
-            looked = [pipe.evaluate(batches[1]), pipe.evaluate(*batches)]
-            x = batches[2][0][:7]
-            local, all_have = pipe.predict(x), pipe.predict(x, everywhere=True)
-            same = local is None or torch.equal(local, all_have)
-            all_have.zero_()  # it is the caller's own
-            again = pipe.predict(x, everywhere=True)
+        looked = [pipe.evaluate(batches[1]), pipe.evaluate(*batches)]
+        x = batches[2][0][:7]
+        local, all_have = pipe.predict(x), pipe.predict(x, everywhere=True)
+        same = local is None or torch.equal(local, all_have)
+        all_have.zero_()  # it is the caller's own
+        again = pipe.predict(x, everywhere=True)
         losses += [pipe.step(batch).loss for batch in batches[1:]]
-        if os.environ.get("LOOK"):
-            last = rank == pipe.stages - 1
-            report(looked=looked, local=local is not None, same=same, last=last, out=again.tolist())
+        last = rank == pipe.stages - 1
+        report(looked=looked, local=local is not None, same=same, last=last, out=again.tolist())
 """
 
 
-def test_evaluation_and_prediction(jobs: Jobs, scripts: Scripts) -> None:
-    plain = scripts.start(script(DROPOUT, EVALUATE)).succeed()[0]
+def test_evaluation_and_prediction(scripts: Scripts, launched: Record) -> None:
     reports = []
     for stages in (1, 3):
-        ranks = scripts.start(script(DROPOUT, EVALUATE), stages, LOOK="yes")
-        assert_same(ranks.succeed()[0], plain)  # evaluation changes no numbers
+        ranks = scripts.start(script(DROPOUT, EVALUATE), stages)
+        assert_same(ranks.succeed()[0], launched)  # evaluation changes no numbers
         for rank in range(stages):
             one = ranks.reported(rank)
             assert one["local"] == one["last"]

@@ -85,10 +85,11 @@ DIFFERENT = "stage 1 called predict(batch) while stage 0 called step(batch)"
             f"UsageError: the script: {DIFFERENT}",
             f"UsageError: the script: {DIFFERENT}",
         ),
-        (
+        pytest.param(
             "batch",
             "UsageError: step(batch): was given a Tensor; make it a pair (input, target)",
             "UsageError: step(batch): was given a Tensor",
+            marks=slow,
         ),
         pytest.param(
             *("none", "UsageError: step(batch): was given a NoneType", "UsageError: step(batch)"),

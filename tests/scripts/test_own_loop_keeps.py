@@ -189,7 +189,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, server: Server | None) ->
         pytest.param("update", 1, marks=slow),
         pytest.param("terminated", 1, marks=slow),
         pytest.param("loop", 2, marks=slow),
-        ("everywhere", 2),
+        pytest.param("everywhere", 2, marks=slow),
     ],
 )
 def test_the_last_whole_step_is_saved_and_resumed(

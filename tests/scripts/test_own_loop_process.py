@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from support.real_jobs.ranks import Scripts, script
@@ -48,7 +49,8 @@ def test_the_state_of_the_process_is_restored(scripts: Scripts) -> None:
             assert ranks.reported(rank)["threads"] == 1
 
 
-def test_a_process_group_of_the_users_is_used_and_stays(scripts: Scripts) -> None:
+@pytest.mark.parametrize("place", [pytest.param("environment", marks=slow), "group"])
+def test_a_process_group_of_the_users_is_used_and_stays(scripts: Scripts, place: str) -> None:
     loop = """
         import torch.distributed as dist
         if os.environ.get("PLACE") == "group":  # it alone knows the ranks
@@ -68,10 +70,9 @@ def test_a_process_group_of_the_users_is_used_and_stays(scripts: Scripts) -> Non
         dist.destroy_process_group()
         report(loss=loss.item())
     """
-    for place in ("environment", "group"):
-        ranks = scripts.start(script(JOB, loop), 2, PLACE=place)
-        assert ranks.succeed()[0].summary["stages"] == 2
-        assert ranks.reported(0) == ranks.reported(1)
+    ranks = scripts.start(script(JOB, loop), 2, PLACE=place)
+    assert ranks.succeed()[0].summary["stages"] == 2
+    assert ranks.reported(0) == ranks.reported(1)
 
 
 def test_modules_of_the_users_have_no_leftovers(scripts: Scripts) -> None:
