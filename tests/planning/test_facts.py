@@ -110,6 +110,7 @@ def test_layers_that_existed_before_are_measured_without_a_change(jobs: Jobs) ->
     assert_same(measured, without)
 
 
+@slow
 def test_a_home_that_cannot_be_written_is_no_error(
     jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

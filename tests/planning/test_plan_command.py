@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pipeworker.runs.schedule_file import read_schedule
 from support.real_jobs.jobs import Jobs, until
 from support.real_jobs.sources import JOB, VARIED
 from support.slow import slow
@@ -99,9 +100,8 @@ def test_a_page_and_a_schedule(jobs: Jobs) -> None:
     words = ("--stages", "2", "--microbatches", "4", "--schedule", "1f1b")
     own = jobs.folder / "own.txt"
     own.write_text(planned(jobs, *words, "--text"))
-    also = ("--steps", "1", "--recompute", "auto")
-    run = jobs.train("--stages", "2", "--schedule", str(own), *also)
-    assert run.plan["schedule"] == "own.txt"
+    assert own.read_text().startswith("1f1b stages=2 microbatches=4\n")
+    assert read_schedule(own).startswith("own.txt stages=2 microbatches=4\n")
 
 
 def test_what_fits(jobs: Jobs) -> None:

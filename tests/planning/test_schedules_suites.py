@@ -1,6 +1,7 @@
 """Resume, recovery, replicas and torchrun under the schedules: the bits are those of one stage.
 
-The ordinary run has one schedule of each; with ``SCHEDULES=all`` each has all of them.
+Each has one schedule, or all with ``SCHEDULES=all``. In the ordinary run, a worker is lost under
+``--schedule auto`` in test_planned, and runs of cut modules are resumed from zbv in networks.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def test_a_run_is_resumed_under_another_schedule(jobs: Jobs, one: Run, schedule:
     assert_same(one, run)
 
 
+@slow
 @pytest.mark.parametrize("schedule", schedules("zbv"))
 def test_a_lost_worker_is_replaced(jobs: Jobs, one: Run, schedule: str) -> None:
     words = ("--stages", "2", "--schedule", schedule, *VARIED_WORDS)
