@@ -323,8 +323,15 @@ def changed_after_the_stash(inplace: bool) -> list[nn.Module]:
     ]
 
 
-@pytest.mark.parametrize("recompute", MODES)
-@pytest.mark.parametrize("placement", [TOGETHER, LOOPED, VEE, Placement.identity(4)], ids=str)
+@pytest.mark.parametrize(
+    ("placement", "recompute"),
+    [
+        pytest.param(placement, mode, marks=slow if (number + turn) % 2 else ())
+        for number, placement in enumerate([TOGETHER, LOOPED, VEE, Placement.identity(4)])
+        for turn, mode in enumerate(MODES)
+    ],
+    ids=str,
+)
 def test_a_stashed_tensor_may_be_changed_in_place_by_another_stage(
     placement: Placement, recompute: str
 ) -> None:
@@ -393,9 +400,16 @@ def test_a_change_that_a_view_on_another_stage_would_show_is_rejected(
 
 
 @pytest.mark.parametrize(
-    "placement", [*map(Placement.identity, (1, 2, 4)), *PLACEMENTS.values(), TOGETHER], ids=str
+    ("placement", "recompute"),
+    [
+        pytest.param(placement, mode, marks=slow if (number + turn) % 4 else ())
+        for number, placement in enumerate(
+            [*map(Placement.identity, (1, 2, 4)), *PLACEMENTS.values(), TOGETHER]
+        )
+        for turn, mode in enumerate(MODES)
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("recompute", mostly_slow(MODES, 2))
 def test_batch_norm_statistics_are_updated_once(placement: Placement, recompute: str) -> None:
     layers = [nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 2)]
     batches = data(8, 8, 8)

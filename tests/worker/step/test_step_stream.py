@@ -19,7 +19,7 @@ from support.in_process.layers import Apply, Layer, Noise, Pop, Stash, data, mse
 from support.in_process.pipelines import Pipeline, Way, filled
 from support.in_process.plain_loop import Batches, plain, split
 from support.pure.orders import always, zero_bubble
-from support.slow import mostly_slow
+from support.slow import slow
 
 PLACEMENTS = [
     *(Placement.identity(k) for k in (1, 4)),
@@ -151,8 +151,15 @@ class Fails(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("placement", mostly_slow(PLACEMENTS, 2), ids=str)
-@pytest.mark.parametrize("place", [0, 3, 7, 9])
+@pytest.mark.parametrize(
+    ("place", "placement"),
+    [
+        pytest.param(place, placement, marks=slow if (number + turn) % 4 else ())
+        for number, place in enumerate([0, 3, 7, 9])
+        for turn, placement in enumerate(PLACEMENTS)
+    ],
+    ids=str,
+)
 def test_a_pass_that_fails_leaves_nothing_behind(placement: Placement, place: int) -> None:
     """At any layer and micro-batch, before, between and after skip connections."""
     layers, batches, evaluation = unet(), data(8, 8, 8), data(8, 5)
@@ -190,8 +197,15 @@ def test_a_mini_batch_that_is_wrong_ends_the_pass(placement: Placement) -> None:
     assert len(pipeline.stream(2, data(3))) == 2
 
 
-@pytest.mark.parametrize("placement", mostly_slow(PLACEMENTS, 2), ids=str)
-@pytest.mark.parametrize("split_backward", [False, True])
+@pytest.mark.parametrize(
+    ("split_backward", "placement"),
+    [
+        pytest.param(splits, placement, marks=slow if (number + splits) % 2 else ())
+        for splits in (False, True)
+        for number, placement in enumerate(PLACEMENTS)
+    ],
+    ids=str,
+)
 def test_evaluation_and_prediction_do_not_change_training(
     placement: Placement, split_backward: bool
 ) -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional
 from pipeworker.errors import UsageError
 from support.in_process.cut_modules import WIDTH, Whole, mse, pipeline_of, sgd
 from support.in_process.plain_loop import plain
+from support.slow import slow
 
 Batches = list[tuple[Any, torch.Tensor]]
 
@@ -172,7 +173,7 @@ def test_what_stages_would_not_compute_alike_is_refused(module: Model, message: 
         pipeline_of(module, batches, mse, 3, "never").train(2)
 
 
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=slow), 3])
 @pytest.mark.parametrize("module", [Replaces(), SetsWithoutEffect(), CopiesItsOutput()])
 def test_what_stages_compute_alike_equals_the_plain_loop(module: Model, stages: int) -> None:
     batches = batches_of(0.0, 0.5, 0.0)
@@ -180,7 +181,9 @@ def test_what_stages_compute_alike_equals_the_plain_loop(module: Model, stages: 
     assert pipeline_of(module, batches, mse, stages, "always").train(3).losses == expected.losses
 
 
-@pytest.mark.parametrize("drop", [functional.dropout, attend, attend_by_heads])
+@pytest.mark.parametrize(
+    "drop", [functional.dropout, pytest.param(attend, marks=slow), attend_by_heads]
+)
 def test_a_dropout_whose_rate_was_0_draws_for_its_own_stage_alone(drop: Any) -> None:
     module, batches = Drops(drop), batches_of(0.0, 0.5, 0.0)
     one, three = (pipeline_of(module, batches, mse, stages, "never") for stages in (1, 3))
