@@ -47,7 +47,7 @@ UNPLANNED = ("--balance", "even", "--recompute", "always")
 
 def train(jobs: Jobs, *words: str, source: str = JOB) -> Run:
     """Run the job file on two workers."""
-    options = ("--stages", "2", "--microbatches", "4", "--steps", "3", *words)
+    options = ("--stages", "2", "--microbatches", "4", "--steps", "2", *words)
     return jobs.train(*options, source=source.replace("SOMETHING", "pass"))
 
 

@@ -212,13 +212,15 @@ def loss(output, target):
 """
 
 
-@pytest.mark.parametrize("words", [(), pytest.param(("--no-profile",), marks=slow)])
+@slow
+@pytest.mark.parametrize("words", [(), ("--no-profile",)])
 def test_a_loss_of_probabilities_is_planned(jobs: Jobs, words: tuple[str, ...]) -> None:
     source = dedent(JOB) + PROBABILITIES
     found = json.loads(planned(jobs, "--stages", "2", "--json", *words, source=source))
     assert [stage["layers"] for stage in found["stages"]] == [[0, 1], [1, 2]]
 
 
+@slow
 def test_a_loss_that_raises_is_named_and_the_layers_are_planned(jobs: Jobs) -> None:
     broken = "\ndef loss(output, target): raise ValueError('no loss')\n"
     job_file = jobs.write(dedent(JOB) + broken)

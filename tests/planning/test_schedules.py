@@ -16,7 +16,7 @@ from support.slow import slow
 TRAIN = """
     pipeworker.train(
         model, loss=loss, optimizer=optimizer, data=data, evaluation=evaluation, microbatches=6,
-        evaluate_every=2, clip_grad_norm=0.5, run_dir="run", **json.loads(os.environ["OPTIONS"])
+        evaluate_every=4, clip_grad_norm=0.5, run_dir="run", **json.loads(os.environ["OPTIONS"])
     )
 """
 

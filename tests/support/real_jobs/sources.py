@@ -251,7 +251,7 @@ VARIED = """
     evaluation = data
 """
 """Dropout, a buffer that changes, work in place, a skip, a tie, and a mini-batch of fewer parts."""
-VARIED_WORDS = ("--microbatches", "6", "--evaluate-every", "2", "--clip-grad-norm", "0.5")
+VARIED_WORDS = ("--microbatches", "6", "--evaluate-every", "4", "--clip-grad-norm", "0.5")
 
 
 def gated(source: str, line: str = "x = torch.randn(10", when: str = "_ == 5") -> str:
