@@ -84,7 +84,7 @@ def test_show_while_a_job_is_running_and_after_a_resume(jobs: Jobs) -> None:
 
 
 def test_the_resume_command_works_and_a_failing_extra_format_ends_no_job(jobs: Jobs) -> None:
-    run = jobs.train(*WORDS, "--steps", "2", "--csv", source=SOURCE)
+    run = jobs.train(*WORDS, "--stages", "1", "--steps", "2", "--csv", source=SOURCE)
     path = run.path / "evaluation.csv"
     path.unlink()
     path.mkdir()

@@ -94,10 +94,10 @@ def test_files_have_the_networks_own_names(jobs: Jobs, tmp_path: Path) -> None:
 
 
 def test_a_run_is_resumed_with_its_names(jobs: Jobs) -> None:
-    run = jobs.train("--stages", "1", "--steps", "2", source=LAYERS + NAMES)
+    run = jobs.train("--stages", "1", "--steps", "1", source=LAYERS + NAMES)
     job = jobs.write(LAYERS + NAMES.replace("model.places", "places"))
     done = jobs.pipeworker(
-        "launch", "--resume", "--run-dir", str(run.path), "--steps", "3", str(job)
+        "launch", "--resume", "--run-dir", str(run.path), "--steps", "2", str(job)
     )
     assert done.returncode == 2
     assert "model() has other names of weights in the layer '0' than the checkpoint" in done.stderr
