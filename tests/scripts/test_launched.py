@@ -320,6 +320,4 @@ def test_a_job_is_launched(
     assert (result.summary["status"], result.best_evaluation) == ("done", None)
     assert result.checkpoint == jobs.folder / "launched/checkpoints/step-00000003"
     assert "step 3/3  loss " in capfd.readouterr().out
-    with pytest.raises(pipeworker.UsageError, match="launched: exists already"):
-        pipeworker.launch("job.py", stages=1, run_dir="launched")
     assert pipeworker.launch(resume="launched", steps=4).steps == 4
