@@ -19,4 +19,7 @@ def draws(count: int) -> int:
 
 def some(values: Iterable[T], every: int, turn: int = 0) -> list[T]:
     """Return each `every`-th value in an ordinary run, beginning with number `turn`; else all."""
-    return [*values][turn % every :: every] if FACTOR == 1 else [*values]
+    found = [*values]
+    chosen = found[turn % every :: every] if FACTOR == 1 else found
+    assert chosen, "a loop over no value tests nothing"
+    return chosen
