@@ -19,7 +19,7 @@ from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.offload import Copies
 from pipeworker.worker.stage.saved_buffers import SavedBuffers
 from pipeworker.worker.stage.stage import Stage
-from support.slow import mostly_slow
+from support.slow import slow
 
 WIDTH = 3
 
@@ -200,8 +200,19 @@ def inputs(step: int) -> Sequence[torch.Tensor]:
     return torch.randn(4, 5, WIDTH, generator=generator).unbind()
 
 
-@pytest.mark.parametrize("recompute", mostly_slow([(0, 2), (0,), (), (1, 2, 3)], 2))
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(
+    ("offload", "recompute"),
+    [
+        *((False, (0, 2)), (True, ())),
+        *(
+            pytest.param(*case, marks=slow)
+            for case in (
+                *((True, (0, 2)), (False, ())),
+                *((offload, modes) for offload in (False, True) for modes in ((0,), (1, 2, 3))),
+            )
+        ),
+    ],
+)
 @pytest.mark.parametrize(
     "kind",
     [
