@@ -49,8 +49,9 @@ class Buffers:
 
     Tensors in plain attributes, as a cache or what a layer keeps for its next forward, are treated
     as buffers, also those that a later forward is the first to assign. So are the numbers that a
-    module has beside them, because they may decide whether a forward makes a cached tensor again. A
-    parameter in an attribute is that of another module: optimizers change it, and forwards do not.
+    module has beside them, because they may decide whether a forward makes a cached tensor again,
+    and those that the very first forward has changed, as a counter. A parameter in an attribute is
+    that of another module: optimizers change it, and forwards do not.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -59,6 +60,8 @@ class Buffers:
         self._slots: list[Slot] = []
         self._changing: list[Slot] | None = None
         self._unchanged: dict[Slot, _Copied] = {}
+        self._beside: dict[nn.Module, dict[str, Any]] = {}
+        """The plain values of modules whose tensors may begin to change, before the mini-batch."""
         self._until: dict[Slot, Any] = {}
         """Values of buffers that began to change later, from before their first change."""
         self._known: list[tuple[nn.Module, dict[str, Any], set[str]]] = []
@@ -83,7 +86,12 @@ class Buffers:
         elif self._changing is not None:  # by code outside of forward
             for slot in self._changed():
                 self._unchanged[slot] = _Copied(slot, copy_of(_get(slot), copies))
-            self._changing += [slot for slot, _ in self._appeared()]
+            new_slots = [slot for slot, _ in self._appeared()]
+            beside = {module: _plain_values(module) for module in self._beside}
+            for module in beside.keys() & {module for module, _ in new_slots}:
+                new_slots += [(module, name) for name in beside.pop(module)]
+            self._changing += new_slots
+            self._beside = beside
         slots, attributes = self._changing, {}
         if slots is None:
             self._modules = self._all_modules()
@@ -117,6 +125,7 @@ class Buffers:
                 if slot not in self._changing:
                     self._unchanged[slot] = _Copied(slot, copy_of(_get(slot), copies))
             self._watch_attributes({*self._changing}, copies)
+            self._watch_plain_values({slot[0] for slot in self._changing})
         self._keep_changed()
         self._waiting += 1
         mb.buffers_before = mb.buffers_before or None
@@ -124,12 +133,19 @@ class Buffers:
     def _keep_changed(self) -> None:
         """Keep the old values of what has begun to change."""
         assert self._changing is not None
+        known = len(self._changing)
         for slot in self._changed():
             self._until[slot] = self._unchanged.pop(slot).copy
             self._changing.append(slot)
         for slot, before in self._appeared():
             self._until[slot] = before
             self._changing.append(slot)
+        for module in self._beside.keys() & {module for module, _ in self._changing[known:]}:
+            before = self._beside.pop(module)
+            for name in before.keys() | _plain_values(module).keys():
+                if (module, name) not in self._until:
+                    self._until[module, name] = before.get(name, ABSENT)
+                    self._changing.append((module, name))
 
     def _watch_attributes(self, changing: Collection[Slot], copies: Copies) -> None:
         """Note the attributes that later forwards may set or change, beside those that change.
@@ -146,6 +162,12 @@ class Buffers:
                 elif is_state and slot not in changing:
                     self._unchanged[slot] = _Copied(slot, copy_of(value, copies))
         self._watch_new(self._modules)
+
+    def _watch_plain_values(self, done: Collection[nn.Module]) -> None:
+        """Note the plain values of modules whose tensors may begin to change, except of `done`."""
+        slots = [*self._unchanged, *(slot for slot, *_ in self._empty)]
+        modules = {module for module, _ in slots if module not in done}
+        self._beside = {one: _plain_values(one) for one in modules if _keeps_plain_values(one)}
 
     def _watch_new(self, modules: Sequence[nn.Module]) -> None:
         """Note the buffers and modules within modules, to which a forward may add others."""
@@ -227,13 +249,19 @@ class Buffers:
     def _plain_values(
         self, before: dict[Slot, tuple[Any, Any]], modules: Collection[nn.Module]
     ) -> list[tuple[Slot, Any]]:
-        """Return the plain values of modules, as they were before the very first forward."""
+        """Return the plain values of modules, as they were before the very first forward.
+
+        Of other modules, return those that it has changed, except flags: a layer that has fitted
+        its weights to the first samples must not do so again.
+        """
+        known = {module for module, _ in before}  # the forward may have made others
         return [
-            ((module, name), before.get((module, name), (ABSENT,))[0])
-            for module in modules
-            if not isinstance(module, BatchNorm)
-            for name in vars(module).keys() - OF_EVERY_MODULE
-            if isinstance(vars(module)[name], _PLAIN)
+            ((module, name), old)
+            for module in self._modules
+            for name, value in _plain_values(module).items()
+            for old in [before.get((module, name), (ABSENT,))[0]]
+            if (module in modules and _keeps_plain_values(module))
+            or (module in known and _has_changed(value, old))
         ]
 
     def _new_buffers(self) -> list[tuple[Slot, Any]]:
@@ -296,6 +324,27 @@ class _Copied:
     def is_of(self, now: Any) -> bool:
         """Return whether what is in the slot is the same object, with the same version."""
         return now is self._value and _version(now) == self._version
+
+
+def _plain_values(module: nn.Module) -> dict[str, Any]:
+    """Return the plain values in a module's attributes."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, _PLAIN) and name not in OF_EVERY_MODULE
+    }
+
+
+def _keeps_plain_values(module: nn.Module) -> bool:
+    """Return whether a module may keep plain values for its tensors: a batch norm does not."""
+    return not isinstance(module, BatchNorm)
+
+
+def _has_changed(value: Any, old: Any) -> bool:
+    """Return whether a number has changed, or a tuple, as a hidden state, is another object."""
+    if type(value) is tuple:
+        return value is not old
+    return type(value) in (int, float) and (type(old) is not type(value) or value != old)
 
 
 def _version(value: Any) -> int:

@@ -115,6 +115,73 @@ def test_a_table_and_its_length_are_as_in_the_first_forward(
         assert first == second == [sum(range(int(length))) for length in now]
 
 
+class LongTable(KeyedTable):
+    """Has a large table; only a long input makes another one."""
+
+    size = 1 << 15
+
+    def __init__(self, *, declared: bool) -> None:
+        super().__init__()
+        self.length = 0
+        if declared:
+            self.length, self.table = 2, torch.arange(2.0).expand(self.size, 2).clone()
+
+    def forward(self, length: float) -> float:
+        if length < 3:
+            return length
+        if length > (self.length or 0):
+            self.length = int(length)
+            self.table = torch.arange(length).expand(self.size, self.length).clone()
+        assert self.table is not None
+        return float(self.table[0, : int(length)].sum())
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_the_length_of_a_large_table_is_as_in_the_first_forward(declared: bool) -> None:
+    layer, plain = LongTable(declared=declared), LongTable(declared=declared)
+    buffers = Buffers([layer])
+    for lengths in ((1.0, 2.0), (2.0, 4.0, 3.0), (5.0, 4.0, 6.0)):
+        first, second = run_twice(layer, buffers, lengths)
+        assert first == second == [plain(length) for length in lengths]
+        assert layer.length == plain.length
+
+
+class Counter(nn.Module):
+    """Counts its forwards in a number; beside it there is no tensor."""
+
+    count = 0
+
+    def forward(self) -> None:
+        self.count += 1
+
+
+class Falling(nn.Module):
+    """Has a momentum that falls with the number of its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter, self.norm = Counter(), nn.BatchNorm1d(1)
+        self.seen: tuple[torch.Tensor, ...] = (torch.zeros(2, 1),)
+
+    def forward(self, x: float) -> float:
+        self.counter()
+        assert self.norm.momentum is not None
+        self.norm.momentum *= 0.9
+        self.norm(torch.tensor([[x], [-x]]))
+        seen, self.seen = self.seen, (torch.full((2, 1), x),)
+        return self.norm.momentum * self.counter.count + float(seen[0].sum())
+
+
+def test_numbers_of_modules_without_tensors_are_as_in_the_first_forward() -> None:
+    layer, plain = Falling(), Falling()
+    buffers = Buffers([layer])
+    for values in ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), (7.0, 8.0, 9.0)):
+        first, second = run_twice(layer, buffers, values)
+        assert first == second == [plain(value) for value in values]
+        assert torch.equal(layer.norm.running_var, plain.norm.running_var)  # type: ignore[arg-type]
+        assert layer.counter.count == plain.counter.count
+
+
 @pytest.mark.parametrize("kind", [Remembering, Adding, Caching])
 def test_tensors_in_attributes_are_as_in_the_first_forward(kind: type[nn.Module]) -> None:
     layer, plain = kind(), kind()

@@ -71,11 +71,11 @@ class Fails(nn.Module):
 
     def __init__(self, forward: int = 0) -> None:
         super().__init__()
-        self.count, self.bad = 0, forward
+        self.count, self.bad = [0], forward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.count += 1
-        if self.count == self.bad:
+        self.count[0] += 1
+        if self.count == [self.bad]:
             raise ValueError("in forward")
         if not self.bad:
             return _Refuse.apply(x)  # type: ignore[no-any-return, no-untyped-call]
@@ -352,12 +352,12 @@ class Changes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.calls = nn.Linear(2, 2), 0
+        self.linear, self.calls = nn.Linear(2, 2), [0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        self.calls[0] += 1
         y: torch.Tensor = self.linear(x)
-        return y if self.calls == 1 else y.detach()
+        return y if self.calls == [1] else y.detach()
 
 
 def test_an_output_that_stops_requiring_grad_when_recomputed_is_refused() -> None:
@@ -391,11 +391,13 @@ def test_an_update_inside_a_backward_is_refused_where_forwards_are_repeated() ->
 class Clamps(nn.Linear):
     """Changes its weight in its 200th forward, long after the recomputes that are watched."""
 
-    calls = 0
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.calls: list[None] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls == 200:
+        self.calls.append(None)
+        if len(self.calls) == 200:
             with torch.no_grad():
                 self.weight.mul_(0.5)
         return super().forward(x)
@@ -404,7 +406,7 @@ class Clamps(nn.Linear):
 def test_a_forward_that_changes_weights_late_is_refused_where_forwards_are_repeated() -> None:
     inputs = [torch.ones(2, 2)] * 3
     for recompute, steps in ((False, 70), (True, 33)):
-        made = stage([Clamps(2, 2)])
+        made = stage([Clamps()])
         for _ in range(steps):
             run(made, inputs, recompute=recompute)
             made.end()
@@ -414,17 +416,19 @@ def test_a_forward_that_changes_weights_late_is_refused_where_forwards_are_repea
 
 
 class CountsLate(nn.Linear):
-    """Uses the number of its forwards, which is no tensor, after those that are all checked."""
+    """Uses the number of its forwards, which a list holds, after those that are all checked."""
 
-    calls = 0
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.calls: list[None] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return super().forward(x) * max(1, self.calls - 200)
+        self.calls.append(None)
+        return super().forward(x) * max(1, len(self.calls) - 200)
 
 
 def test_a_recompute_that_begins_to_differ_late_is_found_by_the_rare_checks() -> None:
-    made = stage([CountsLate(2, 2)])
+    made = stage([CountsLate()])
     inputs = [torch.ones(2, 2)]
     for _ in range(127):
         run(made, inputs, recompute=True)

@@ -111,17 +111,17 @@ class Doubling(nn.Module):
 
 
 class Counting(nn.Module):
-    """Multiplies by the number of its forwards, which is no tensor."""
+    """Multiplies by the number of its forwards, which a list holds."""
 
     def __init__(self, *, draws: bool) -> None:
         super().__init__()
-        self.count, self.generator = 0, torch.Generator() if draws else None
+        self.count, self.generator = [0], torch.Generator() if draws else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.count += 1
+        self.count[0] += 1
         if self.generator is not None:
             return x + torch.randn(x.shape, generator=self.generator)
-        return x * self.count
+        return x * self.count[0]
 
 
 @pytest.mark.parametrize("draws", [True, False])
