@@ -14,13 +14,15 @@ from torch import nn
 from pipeworker.errors import UsageError
 from pipeworker.worker.internals import version_of
 from pipeworker.worker.stage.microbatch import MicroBatch
-from pipeworker.worker.stage.values import is_checked
+from pipeworker.worker.stage.values import bytes_of, is_checked
 
 _thread = threading.local()
 _Gradients = list[torch.Tensor | None]
 _State = tuple[torch.Tensor | None, int]
 """A gradient, and its version."""
 _NONE: _State = None, 0
+_SMALL = 64 * 1024
+"""The bytes up to which a weight is given zeros: a layer of large ones nearly always has others."""
 
 
 class LocalGradients:
@@ -28,8 +30,9 @@ class LocalGradients:
 
     They are added to those of the backward as it begins. So each is added once, also with
     recompute, and in the order of the plain loop under every schedule. A forward that calls no
-    ``backward()`` costs nothing, but some are checked: a gradient that comes another way is an
-    error.
+    ``backward()`` costs nothing, but some are checked: a gradient that comes another way, or that
+    the forward removes, as by ``zero_grad()``, is an error. Whether there are gradients to remove
+    depends on the schedule, so in these forwards a small weight that has none has zeros.
     """
 
     def __init__(self, weights: Sequence[nn.Parameter], name_of: Callable[[int], str]) -> None:
@@ -56,7 +59,8 @@ class LocalGradients:
                 raise UsageError(
                     f"{self._name_of(number)}: a forward has changed its gradient without calling "
                     "torch.autograd.backward; have it call backward() of a loss of its own, whose "
-                    "gradients are counted once under every schedule and recompute mode"
+                    "gradients are counted once under every schedule and recompute mode, and call "
+                    "no zero_grad()"
                 )
 
 
@@ -72,6 +76,8 @@ class _Forward:
         self._weights, self._mb, self._check = weights, mb, check
         self._held: _Gradients | None = None
         self._before: Sequence[_State] = ()
+        self._zeros: Sequence[nn.Parameter] = ()
+        """The weights that have zeros for this forward, in place of no gradient."""
         self._parts: dict[nn.Parameter, list[torch.Tensor]] = {}
         self._left: dict[nn.Parameter, _State] = {}
         """The gradient that each weight was left with, and its version."""
@@ -79,17 +85,23 @@ class _Forward:
     def __enter__(self) -> None:
         _thread.forward = self
         if self._check is not None:
+            self._zeros = [weight for weight in self._weights if _lacks_small_gradient(weight)]
+            for weight in self._zeros:
+                weight.grad = torch.zeros_like(weight, requires_grad=False)
             self._before = [_state_of(weight.grad) for weight in self._weights]
 
     def __exit__(self, kind: object, *_: object) -> None:
         _thread.forward = None
-        if self._held is None:
-            if self._check is not None and kind is None:
+        try:
+            if self._held is not None:
+                added = self._end(self._held)
+                if self._mb is not None:
+                    self._mb.local_gradients = added
+            elif self._check is not None and kind is None:
                 self._check(self._before)
-        else:
-            added = self._end(self._held)
-            if self._mb is not None:
-                self._mb.local_gradients = added
+        finally:
+            for weight in self._zeros:
+                weight.grad = None
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -136,6 +148,10 @@ class _Forward:
         for weight, gradient in zip(self._weights, gradients, strict=True):
             weight.grad = gradient
         return held
+
+
+def _lacks_small_gradient(weight: nn.Parameter) -> bool:
+    return weight.grad is None and weight.requires_grad and bytes_of(weight) <= _SMALL
 
 
 def _state_of(gradient: torch.Tensor | None) -> _State:

@@ -175,6 +175,44 @@ class AddsInPlace(Assigns):
         return x
 
 
+class Removes(Local):
+    """Removes its gradients, as of a loss of its own, and has none."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.zero_grad()
+        return super().forward(x)
+
+
+class Halves(Local):
+    """Changes the gradient that earlier backwards have left."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight.grad is not None:
+            self.weight.grad.mul_(0.5)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("kind", [Removes, Halves])
+def test_a_gradient_that_a_layer_removes_or_changes_is_refused_in_the_first_forward(
+    kind: type[Local], recompute: bool
+) -> None:
+    """It depends on the schedule whether a backward has left one by then."""
+    stage = Stage([*net(kind)], StageConfig(0, 4, 3, torch.device("cpu")), Tracker(), loss)
+    stage.begin(1)
+    with pytest.raises(UsageError, match=rf"^layer 5 \({kind.__name__}\): weight: .* zero_grad"):
+        stage.forward(microbatch(0, recompute=recompute))
+
+
+@pytest.mark.parametrize("kind", [Local, Steps])
+def test_a_checked_forward_leaves_no_gradient(kind: type[Local]) -> None:
+    layers = net(kind)
+    stage = Stage([*layers], StageConfig(0, 4, 3, torch.device("cpu")), Tracker(), loss)
+    stage.begin(1)
+    stage.forward(microbatch(0))
+    assert all(weight.grad is None for weight in layers.parameters())
+
+
 @pytest.mark.parametrize("kind", [Assigns, AddsInPlace])
 def test_a_gradient_that_a_layer_sets_itself_is_refused(kind: type[Local]) -> None:
     layers = net(kind)
