@@ -304,6 +304,11 @@ def forget_iterator(loader: Any) -> None:
     loader._iterator = None
 
 
+def keep_iterator(loader: Any, iterator: Any) -> None:
+    """Have a ``DataLoader`` keep an iterator of its own that it has forgotten."""
+    loader._iterator = iterator
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Return the number of changes in place that a tensor and its views have had, or 0."""
     try:

@@ -50,7 +50,12 @@ from pipeworker.worker.data.generators import (
     restore_states,
     restore_stream,
 )
-from pipeworker.worker.data.loader import AdvancedLoader, end_processes, is_map_style
+from pipeworker.worker.data.loader import (
+    AdvancedLoader,
+    end_processes,
+    is_map_style,
+    set_aside,
+)
 from pipeworker.worker.data.reread import Reread
 from pipeworker.worker.stage import rng
 
@@ -111,7 +116,8 @@ class Epoch:
     """A pass over data; it is created and used while the random stream of the data is active.
 
     It begins at a position in this epoch, unless that is empty. The caller has restarted the random
-    stream.
+    stream. With `apart` another epoch may be in the middle of the same loader, whose processes
+    persist: :meth:`rewind` returns them to that epoch.
 
     Attributes:
         count: number of mini-batches read or skipped.
@@ -130,6 +136,8 @@ class Epoch:
         stream: rng.Stream,
         position: Mapping[str, Any],
         way: Way,
+        *,
+        apart: bool = False,
     ) -> None:
         self.number = number
         self.count = 0
@@ -177,6 +185,7 @@ class Epoch:
             by_number = is_map_style(source) or not hasattr(source, "__iter__")
             self._by_number = by_number and not self.stateful and start is None
             self._takes_start = start is not None and not self.stateful
+        self._give_back = set_aside(source) if apart else partial(end_processes, source)
         if not self.stateful and (position or not self._by_number):
             # Those of a global loader: a peek has started them, or their streams are not recorded.
             end_processes(source)
@@ -324,9 +333,11 @@ class Epoch:
     def rewind(self) -> None:
         """Restore the user's own generators to their states at the beginning of the epoch.
 
-        Processes of a loader that persist have states of their own, and end.
+        Processes of a loader that persist have states of their own, and end; with `apart` only
+        those of this epoch.
         """
-        end_processes(self._source)
+        self._give_back()
+        self._give_back = _nothing
         restore_states(self._all_generators, self._began)
 
     def position(self, before_last: bool) -> dict[str, Any]:
@@ -383,6 +394,10 @@ def _restore(generators: Generators, stream: rng.Stream, states: Mapping[str, An
 
 def _states_of(position: Mapping[str, Any]) -> dict[str, Any]:
     return {name: position[name] for name in sorted(_STATES)}
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _is_one_batch(source: Any) -> bool:

@@ -28,6 +28,7 @@ def read_sets(
         evaluation: a source of mini-batches, a dict of sources, or a function that returns either.
         reader: makes the reader of a source; its other argument is `error_prefix`.
     """
+    reader = functools.partial(reader, apart=True)  # data() may have the same loader
     if isinstance(evaluation, Mapping):
         yield from _read(_checked(evaluation), reader)
     elif callable(evaluation):

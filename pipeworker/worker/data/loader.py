@@ -29,7 +29,7 @@ from pipeworker.worker.data.generators import (
     generators_of_loading,
     rejecting_faults,
 )
-from pipeworker.worker.internals import forget_iterator, kept_iterator
+from pipeworker.worker.internals import forget_iterator, keep_iterator, kept_iterator
 
 _PYTHON, _NUMPY = Struct("=625I?d"), Struct("=624Ii?d")
 _WORDS = 624
@@ -55,6 +55,27 @@ def end_processes(source: Any) -> None:
     """End the processes that a loader keeps from an earlier iteration; they have drawn numbers."""
     if isinstance(source, DataLoader) and kept_iterator(source) is not None:
         forget_iterator(source)
+
+
+def set_aside(source: Any) -> Callable[[], None]:
+    """Have a loader begin an iteration of its own, beside that of the processes that it keeps.
+
+    Returns:
+        A function that gives it the processes back; those that it has by then end.
+    """
+    kept = kept_iterator(source) if isinstance(source, DataLoader) else None
+    if kept is None:
+        return partial(end_processes, source)
+    streams = _persisting.pop(source, None)
+    forget_iterator(source)
+
+    def give_back() -> None:
+        keep_iterator(source, kept)
+        _persisting.pop(source, None)
+        if streams is not None:
+            _persisting[source] = streams
+
+    return give_back
 
 
 class AdvancedLoader:

@@ -54,7 +54,8 @@ class Reader:
     after `epochs` passes over the data. Error messages begin with `error_prefix`. `tokens` is the
     job's function that counts the tokens of a mini-batch. `lends` is whether inputs, and whether
     targets, may be parts of what the data gave: the caller copies them before it reads the next
-    mini-batch, and does not change them.
+    mini-batch, and does not change them. `apart` is whether the data may have a loader that another
+    reader reads at the same time.
     """
 
     data: Any
@@ -69,6 +70,7 @@ class Reader:
     replicas: int = 1
     tokens: Callable[[Any], Any] | None = None
     lends: tuple[bool, bool] = (False, False)
+    apart: bool = False
 
     def __post_init__(self) -> None:
         self._name = self.error_prefix.partition("(")[0]
@@ -120,7 +122,9 @@ class Reader:
     ) -> Epoch:
         self._epoch = None  # no process of its loader is left when the next ones are forked
         self._stream.restart(self.seed_of(self.seed, number))
-        self._epoch = Epoch(self.data, self._name, number, self._stream, position, way)
+        self._epoch = Epoch(
+            self.data, self._name, number, self._stream, position, way, apart=self.apart
+        )
         return self._epoch
 
     def iterate_epoch(self) -> Generator[MicroBatches, None, None]:

@@ -75,6 +75,32 @@ def test_a_pass_with_processes_that_persist_is_like_the_one_before() -> None:
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_pass_over_the_loader_of_the_data_leaves_its_epoch_and_processes(count: int) -> None:
+    """A loader whose processes persist has one iteration, which a second one would start again."""
+
+    def epochs(evaluate: bool) -> list[torch.Tensor]:
+        options: dict[str, Any] = {"shuffle": True, "num_workers": 2, "persistent_workers": True}
+        loader = torch.utils.data.DataLoader(Noise(), 1, **options)
+        data, found = Reader(loader, microbatches=1, seed=5, epochs=2), []
+        while (batches := data.read()) is not None:
+            found += batches.inputs
+            if evaluate:
+                evaluation = read_sets(
+                    lambda: loader, partial(Reader, microbatches=1, seed=5, epochs=1)
+                )
+                seen = [one.inputs[0] for one in itertools.islice(evaluation, 2 * count)]
+                evaluation.close()
+                passes.append(torch.cat(seen))
+        return found
+
+    passes: list[torch.Tensor] = []
+    for with_passes, alone in zip(epochs(True), epochs(False), strict=True):
+        assert torch.equal(with_passes, alone)
+    assert len(passes) == 8
+    assert all(torch.equal(one, passes[0]) for one in passes)
+
+
 @pytest.mark.parametrize("evaluation", [one, both, {"val": one, "test": three}])
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 def test_a_pass_that_ends_early_leaves_the_users_generators_as_they_were(
