@@ -115,8 +115,14 @@ class Buffers:
                 or slot[0] in norms
                 or (isinstance(now := _get(slot), torch.Tensor) and is_small(slot, now))
             ]
-            # A buffer that was None now exists, and is hardly ever created again.
-            self._changing = [slot for slot, value in mb.buffers_before if value is not None]
+            # A buffer that was None now exists, and is hardly ever created again. But it may be
+            # another one, which changes.
+            tensors = {id(_get(slot)) for slot, value in mb.buffers_before if value is not None}
+            self._changing = [
+                slot
+                for slot, value in mb.buffers_before
+                if value is not None or id(_get(slot)) in tensors
+            ]
             new += self._plain_values(attributes, {slot[0] for slot, _ in mb.buffers_before + new})
             mb.buffers_before += new
             self._changing += [slot for slot, _ in new]

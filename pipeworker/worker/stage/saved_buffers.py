@@ -121,7 +121,7 @@ class SavedBuffers:
         others = self._others() if is_due else {}
         yield
         if self._slots is None:
-            self._slots = _saved_and_changing(before, mb.output)
+            self._slots = self._under_all_names(_saved_and_changing(before, mb.output))
         if is_due:
             _check_unchanged(others, mb)
         self.note_modes(mb)
@@ -172,6 +172,16 @@ class SavedBuffers:
             for slot, value in found.items()
             if not value.requires_grad and uses[_address(value)] == 1
         }
+
+    def _under_all_names(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Return slots, and those that have the same tensors by now, of which a forward made one.
+
+        They remain one tensor, because all of them get the same copy.
+        """
+        tensors = {id(get_slot(slot)) for slot in slots}
+        named = ((m, name, value) for m in self._modules for name, value in _tensors_of(m))
+        same = [(m, name) for m, name, value in named if id(value) in tensors]
+        return [*dict.fromkeys([*slots, *same])]
 
     def _others(self) -> dict[str, _Compared]:
         """Return the tensors that no copy replaces, parameters among them, as they are."""

@@ -85,6 +85,24 @@ class Shared(Untraced):
         super().change(greatest)
 
 
+class SharedLate(Shared):
+    """Has it twice from its first forward on."""
+
+    again: torch.Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("again", None)
+
+    def change(self, greatest: torch.Tensor) -> None:
+        if self.again is None:
+            self.again = self.scale
+        super().change(greatest)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.get_buffer("again")
+
+
 class Multiply(torch.autograd.Function):
     """Keeps the buffer on its context, as scales of quantization often are."""
 
@@ -252,6 +270,13 @@ def test_gradients_are_those_of_the_plain_loop(
         assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
     for name, buffer in net.named_buffers():
         assert torch.equal(buffer, plain.get_buffer(name)), name
+
+
+@pytest.mark.parametrize("recompute", [(), (0, 1, 2, 3)])
+def test_a_buffer_that_the_first_forward_makes_another_one_remains_it(
+    recompute: Sequence[int],
+) -> None:
+    test_gradients_are_those_of_the_plain_loop(SharedLate, False, recompute)
 
 
 def test_fake_tensors_have_no_bits_to_compare() -> None:
