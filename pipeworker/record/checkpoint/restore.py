@@ -57,6 +57,8 @@ def restore(
             stage.load(saved.state_of, user_code)
             for index, layer, _ in stage.indexed():
                 saved.set_unlisted_buffers(index, layer, device)
+            saved.share_unlisted_buffers(stage)
+            for index, layer, _ in stage.indexed():
                 saved.restore_strides(index, layer)
             _restore_updates(stage, saved, user_code)
 

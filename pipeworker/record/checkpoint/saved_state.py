@@ -163,6 +163,23 @@ class SavedState:
             buffer = self.buffers[self.names.parameter(index, key)].read(torch.Tensor)
             _set_buffer(layer, key, buffer, device)
 
+    def share_unlisted_buffers(self, stage: StageState) -> None:
+        """Make each buffer that no state dict has one tensor with the buffer that it was one with.
+
+        A forward may change it under the other name.
+        """
+        present = {
+            self.names.parameter(index, key): buffer
+            for index, layer, _ in stage.indexed()
+            for key, buffer in layer.named_buffers(remove_duplicate=False)
+        }
+        for index, layer, _ in stage.indexed():
+            for key in self.buffer_keys.get(index, ()):
+                name = self.names.parameter(index, key)
+                other = present.get(self.made.get(name, name))
+                if other is not None and _is_like(other, layer.get_buffer(key)):
+                    _put_buffer(layer, key, other, persistent=False)
+
     def restore_strides(self, index: int, layer: nn.Module) -> None:
         """Give buffers the strides that they had: matrix kernels choose their order by these."""
         made: dict[torch.Tensor, torch.Tensor] = {}  # several names may have one buffer

@@ -141,10 +141,12 @@ class StageState:
 
         Each name has that of the buffer in a state dict, if possible a built one, that is the same
         tensor; the first of several, which may be itself. A buffer that shares memory with another
-        one in another way is left out: it would have memory of its own after a restore.
+        one in another way is left out: it would have memory of its own after a restore. Buffers in
+        no state dict are returned too, if they are the same tensor as another buffer.
         """
         kept: list[tuple[int, str, torch.Tensor]] = []
         made: list[tuple[int, str, torch.Tensor]] = []
+        unlisted = self.unlisted_buffers()
         for (index, layer, state), built in zip(self.indexed(), self.built_buffers, strict=False):
             for key, buffer in layer.named_buffers(remove_duplicate=False):
                 if key in state:
@@ -152,14 +154,18 @@ class StageState:
                     (kept if is_kept else made).append((index, key, buffer))
         firsts: dict[int, str] = {}
         sharers: dict[int, set[int]] = {}  # the buffers of each storage
-        for index, key, buffer in [*kept, *made] if made else ():
+        for index, key, buffer in [*kept, *made] if made or unlisted else ():
             firsts.setdefault(id(buffer), self.names.parameter(index, key))
             sharers.setdefault(_memory_of(buffer), set()).add(id(buffer))
-        return {
+        found = {
             self.names.parameter(index, key): firsts[id(buffer)]
             for index, key, buffer in made
             if len(sharers[_memory_of(buffer)]) == 1
         }
+        for name, buffer in unlisted.items():
+            if firsts.setdefault(id(buffer), name) != name:
+                found[name] = firsts[id(buffer)]
+        return found
 
     def buffer_strides(self) -> dict[str, list[int]]:
         """Return the strides of buffers that have several dims, by name.

@@ -413,6 +413,30 @@ def test_buffers_that_forwards_made_of_one_tensor_are_one_again(tmp_path: Path) 
     assert second.get_buffer("1.own") is not second.get_buffer("1.other")
 
 
+def test_unlisted_buffers_that_forwards_made_of_one_tensor_are_one_again(tmp_path: Path) -> None:
+    def of(**values: torch.Tensor | None) -> StageState:
+        layers = [nn.Identity(), nn.Identity()]
+        for name, value in values.items():
+            layers[int(name[-1])].register_buffer(name, value, persistent=name.startswith("saved"))
+        states = [layer.state_dict() for layer in layers]
+        return StageState(LayerNames(("0", "1")), layers, states, built_buffers=[built, {}])
+
+    built = {"saved0": (torch.float32, (2,))}
+    saved, own, table = torch.ones(2), torch.eye(2), torch.arange(3.0)
+    names = {"saved0": saved, "same0": saved, "z1": saved, "own0": own, "copy1": own.clone()}
+    save_worker_files(tmp_path, 0, 1, [of(**names, table0=table, again0=table)])
+    given = {"same0": None, "z1": torch.zeros(2), "own0": torch.zeros(2, 2)}
+    part = of(saved0=torch.zeros(2), **given, copy1=None, table0=torch.zeros(3))
+    restore([shard_of(tmp_path)], [part])
+    first, second = part.layers
+    assert first.get_buffer("same0") is first.get_buffer("saved0") is second.get_buffer("z1")
+    assert first.get_buffer("again0") is first.get_buffer("table0")
+    assert first.get_buffer("own0") is not second.get_buffer("copy1")
+    for name, value in (*names.items(), ("table0", table)):
+        assert torch.equal(part.layers[int(name[-1])].get_buffer(name), value)
+    assert {*first.state_dict()} == {"saved0"}
+
+
 def test_a_made_buffer_that_is_a_view_of_another_is_refused(tmp_path: Path) -> None:
     """A change of the other one would not reach it after a restore."""
     layer = nn.Identity()
