@@ -257,17 +257,18 @@ class Buffers:
     ) -> list[tuple[Slot, Any]]:
         """Return the plain values of modules, as they were before the very first forward.
 
-        Of other modules, return those that it has changed, except flags: a layer that has fitted
-        its weights to the first samples must not do so again.
+        Of a batch norm, that is the momentum. Of other modules, return those that it has changed,
+        except flags: a layer that has fitted its weights to the first samples must not do so again.
         """
         known = {module for module, _ in before}  # the forward may have made others
         return [
             ((module, name), old)
             for module in self._modules
+            if module in known
             for name, value in _plain_values(module).items()
             for old in [before.get((module, name), (ABSENT,))[0]]
-            if (module in modules and _keeps_plain_values(module))
-            or (module in known and _has_changed(value, old))
+            if (module in modules and (name == "momentum" or _keeps_plain_values(module)))
+            or _has_changed(value, old)
         ]
 
     def _new_buffers(self) -> list[tuple[Slot, Any]]:

@@ -172,6 +172,32 @@ class Falling(nn.Module):
         return self.norm.momentum * self.counter.count + float(seen[0].sum())
 
 
+class FallingLate(nn.Module):
+    """Has a momentum that falls in every third forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.norm = nn.BatchNorm1d(1)
+
+    def forward(self, x: float) -> float:
+        count = self.get_buffer("count").add_(1)
+        assert self.norm.momentum is not None
+        if count % 3 == 0:
+            self.norm.momentum *= 0.5
+        self.norm(torch.tensor([[x], [-x]]))
+        return self.norm.momentum
+
+
+def test_a_momentum_that_a_later_forward_changes_is_as_in_the_first_forward() -> None:
+    layer, plain = FallingLate(), FallingLate()
+    buffers = Buffers([layer])
+    for values in ((1.0, 2.0), (3.0, 4.0), (5.0, 6.0)):
+        first, second = run_twice(layer, buffers, values)
+        assert first == second == [plain(value) for value in values]
+        assert torch.equal(layer.norm.running_var, plain.norm.running_var)  # type: ignore[arg-type]
+
+
 def test_numbers_of_modules_without_tensors_are_as_in_the_first_forward() -> None:
     layer, plain = Falling(), Falling()
     buffers = Buffers([layer])

@@ -83,6 +83,29 @@ class MakesANorm(nn.Linear):
         return x
 
 
+class Scale(nn.Module):
+    """Has a number and a buffer."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 0.5
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor * self.scale
+
+
+class MakesAScale(MakesANorm):
+    """Makes a module with a number in a forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.norm = self.norm or Scale()
+        y: torch.Tensor = self.norm(nn.Linear.forward(self, x))
+        return y
+
+
 class RegistersABuffer(MakesANorm):
     """Registers a buffer in a forward."""
 
@@ -98,7 +121,9 @@ class RegistersABuffer(MakesANorm):
 
 
 @pytest.mark.parametrize("mode", ["always", "except_first"])
-@pytest.mark.parametrize("layer", [MakesANorm(1), MakesANorm(4), RegistersABuffer(4)])
+@pytest.mark.parametrize(
+    "layer", [MakesANorm(1), MakesANorm(4), MakesAScale(1), RegistersABuffer(4)]
+)
 def test_a_recompute_leaves_alone_what_a_forward_has_made(layer: nn.Module, mode: str) -> None:
     batches, layers = batches_of(4), [nn.Linear(WIDTH, WIDTH), copy.deepcopy(layer)]
     plain_layers = copy.deepcopy(layers)
