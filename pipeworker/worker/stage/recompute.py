@@ -49,9 +49,12 @@ class Buffers:
 
     Tensors in plain attributes, as a cache or what a layer keeps for its next forward, are treated
     as buffers, also those that a later forward is the first to assign. So are the numbers that a
-    module has beside them, because they may decide whether a forward makes a cached tensor again,
-    and those that the very first forward has changed, as a counter. A parameter in an attribute is
-    that of another module: optimizers change it, and forwards do not.
+    module has beside them, because they may decide whether a forward makes a cached tensor again. A
+    parameter in an attribute is that of another module: optimizers change it, and forwards do not.
+
+    Other numbers and flags that the very first forward has changed, as a counter, are not those of
+    the first forward in a recompute, because a layer may do something once that they note, as to
+    register a hook. But the recompute's changes of them are undone.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -64,6 +67,8 @@ class Buffers:
         """The plain values of modules whose tensors may begin to change, before the mini-batch."""
         self._until: dict[Slot, Any] = {}
         """Values of buffers that began to change later, from before their first change."""
+        self._counters: list[Slot] = []
+        """Plain values that a recompute may find advanced, and leaves as they were."""
         self._known: list[tuple[nn.Module, dict[str, Any], set[str]]] = []
         """The attributes of each module, and their names after the last forward."""
         self._empty: list[tuple[Slot, dict[str, Any], Any]] = []
@@ -126,6 +131,7 @@ class Buffers:
             new += self._plain_values(attributes, {slot[0] for slot, _ in mb.buffers_before + new})
             mb.buffers_before += new
             self._changing += [slot for slot, _ in new]
+            self._counters = self._changed_values(attributes, {*self._changing})
             copies = {}
             for slot in self._slots:
                 if slot not in self._changing:
@@ -257,8 +263,8 @@ class Buffers:
     ) -> list[tuple[Slot, Any]]:
         """Return the plain values of modules, as they were before the very first forward.
 
-        Of a batch norm, that is the momentum. Of other modules, return those that it has changed,
-        except flags: a layer that has fitted its weights to the first samples must not do so again.
+        Of a batch norm, that is the momentum. Of other modules, return the tuples that it has
+        changed, as a hidden state.
         """
         known = {module for module, _ in before}  # the forward may have made others
         return [
@@ -268,7 +274,21 @@ class Buffers:
             for name, value in _plain_values(module).items()
             for old in [before.get((module, name), (ABSENT,))[0]]
             if (module in modules and (name == "momentum" or _keeps_plain_values(module)))
-            or _has_changed(value, old)
+            or (type(value) is tuple and value is not old)
+        ]
+
+    def _changed_values(
+        self, before: dict[Slot, tuple[Any, Any]], without: Collection[Slot]
+    ) -> list[Slot]:
+        """Return the other plain values that the very first forward has changed or added."""
+        known = {module for module, _ in before}
+        return [
+            (module, name)
+            for module in self._modules
+            if module in known
+            for name, value in _plain_values(module).items()
+            for old in [before.get((module, name), (ABSENT,))[0]]
+            if (module, name) not in without and (type(old) is not type(value) or old != value)
         ]
 
     def _new_buffers(self) -> list[tuple[Slot, Any]]:
@@ -308,7 +328,8 @@ class Buffers:
         for slot, value in self._until.items():
             if slot not in before:
                 before[slot] = value if value is ABSENT else copy_of(value, copies)
-        after = [(slot, _get(slot), slot[1] in buffers_of(slot[0])) for slot in before]
+        restored = [*before, *(slot for slot in self._counters if slot not in before)]
+        after = [(slot, _get(slot), slot[1] in buffers_of(slot[0])) for slot in restored]
         for slot, value in before.items():
             set_slot(slot, value)
         _state.recomputing = True
@@ -345,13 +366,6 @@ def _plain_values(module: nn.Module) -> dict[str, Any]:
 def _keeps_plain_values(module: nn.Module) -> bool:
     """Return whether a module may keep plain values for its tensors: a batch norm does not."""
     return not isinstance(module, BatchNorm)
-
-
-def _has_changed(value: Any, old: Any) -> bool:
-    """Return whether a number has changed, or a tuple, as a hidden state, is another object."""
-    if type(value) is tuple:
-        return value is not old
-    return type(value) in (int, float) and (type(old) is not type(value) or value != old)
 
 
 def _version(value: Any) -> int:

@@ -150,26 +150,30 @@ class Counter(nn.Module):
     """Counts its forwards in a number; beside it there is no tensor."""
 
     count = 0
+    is_even = True
 
     def forward(self) -> None:
         self.count += 1
+        self.is_even = not self.is_even
 
 
 class Falling(nn.Module):
-    """Has a momentum that falls with the number of its forwards."""
+    """Has a momentum that falls with the number of its forwards, and a hook since the first one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counter, self.norm = Counter(), nn.BatchNorm1d(1)
         self.seen: tuple[torch.Tensor, ...] = (torch.zeros(2, 1),)
+        self.hooks = [0]
 
     def forward(self, x: float) -> float:
         self.counter()
-        assert self.norm.momentum is not None
-        self.norm.momentum *= 0.9
+        if self.counter.count == 1:
+            self.hooks[0] += 1
+        self.norm.momentum = 1 / (self.counter.count + self.counter.is_even)
         self.norm(torch.tensor([[x], [-x]]))
         seen, self.seen = self.seen, (torch.full((2, 1), x),)
-        return self.norm.momentum * self.counter.count + float(seen[0].sum())
+        return float(seen[0].sum())
 
 
 class FallingLate(nn.Module):
@@ -198,14 +202,19 @@ def test_a_momentum_that_a_later_forward_changes_is_as_in_the_first_forward() ->
         assert torch.equal(layer.norm.running_var, plain.norm.running_var)  # type: ignore[arg-type]
 
 
-def test_numbers_of_modules_without_tensors_are_as_in_the_first_forward() -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_recompute_advances_no_counter_and_does_nothing_once_more(count: int) -> None:
     layer, plain = Falling(), Falling()
     buffers = Buffers([layer])
-    for values in ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), (7.0, 8.0, 9.0)):
+    for step in range(3):
+        values = [1.0 + step + number for number in range(count)]
         first, second = run_twice(layer, buffers, values)
         assert first == second == [plain(value) for value in values]
         assert torch.equal(layer.norm.running_var, plain.norm.running_var)  # type: ignore[arg-type]
-        assert layer.counter.count == plain.counter.count
+        assert vars(layer.counter)["count"] == plain.counter.count
+        assert layer.counter.is_even == plain.counter.is_even
+        assert layer.norm.momentum == plain.norm.momentum
+    assert layer.hooks == [1]
 
 
 @pytest.mark.parametrize("kind", [Remembering, Adding, Caching])
