@@ -54,7 +54,8 @@ class Buffers:
 
     Other numbers and flags that the very first forward has changed, as a counter, are not those of
     the first forward in a recompute, because a layer may do something once that they note, as to
-    register a hook. But the recompute's changes of them are undone.
+    register a hook. But the recompute's changes of them are undone before the next forward: the
+    backward may read what its own forward has set.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -68,7 +69,9 @@ class Buffers:
         self._until: dict[Slot, Any] = {}
         """Values of buffers that began to change later, from before their first change."""
         self._counters: list[Slot] = []
-        """Plain values that a recompute may find advanced, and leaves as they were."""
+        """Plain values that a recompute may find advanced, and must not advance."""
+        self._before_recompute: list[tuple[Slot, Any]] = []
+        """What these were before the last recompute, until its changes are undone."""
         self._known: list[tuple[nn.Module, dict[str, Any], set[str]]] = []
         """The attributes of each module, and their names after the last forward."""
         self._empty: list[tuple[Slot, dict[str, Any], Any]] = []
@@ -82,9 +85,20 @@ class Buffers:
         """Start a mini-batch: no forward waits for its recompute."""
         self._waiting = 0
 
+    def end(self) -> None:
+        """End a mini-batch."""
+        self._undo()
+
+    def _undo(self) -> None:
+        """Undo what the last recompute has counted."""
+        for slot, value in self._before_recompute:
+            set_slot(slot, value)
+        self._before_recompute = []
+
     @contextmanager
     def first_forward(self, mb: MicroBatch) -> Iterator[None]:
         """Keep the values from which the forward inside the context starts."""
+        self._undo()
         copies: Copies = {}
         if self._waiting:
             self._keep_changed()  # by a forward that keeps its graph
@@ -320,6 +334,7 @@ class Buffers:
     @contextmanager
     def second_forward(self, mb: MicroBatch) -> Iterator[None]:
         """Give the forward inside the context the buffers of the first; undo its changes after."""
+        self._undo()
         self._keep_changed()  # by a forward that keeps its graph
         self._waiting -= 1
         before: dict[Slot, Any] = dict(mb.buffers_before or ())
@@ -328,8 +343,8 @@ class Buffers:
         for slot, value in self._until.items():
             if slot not in before:
                 before[slot] = value if value is ABSENT else copy_of(value, copies)
-        restored = [*before, *(slot for slot in self._counters if slot not in before)]
-        after = [(slot, _get(slot), slot[1] in buffers_of(slot[0])) for slot in restored]
+        self._before_recompute = [(s, _get(s)) for s in self._counters if s not in before]
+        after = [(slot, _get(slot), slot[1] in buffers_of(slot[0])) for slot in before]
         for slot, value in before.items():
             set_slot(slot, value)
         _state.recomputing = True

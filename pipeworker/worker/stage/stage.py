@@ -112,6 +112,7 @@ class Stage:
         Raises:
             UsageError: forwards have changed what all of the mini-batch depends on.
         """
+        self._buffers.end()
         self._shared.check(self.step)
         if self._version not in (None, self._weights_version()):
             raise UsageError(

@@ -30,6 +30,7 @@ def run_twice(
     for mb, value in zip(mbs, values, strict=True):
         with buffers.second_forward(mb):
             second.append(layer(value))
+    buffers.end()
     return first, second
 
 
@@ -215,6 +216,32 @@ def test_a_recompute_advances_no_counter_and_does_nothing_once_more(count: int) 
         assert layer.counter.is_even == plain.counter.is_even
         assert layer.norm.momentum == plain.norm.momentum
     assert layer.hooks == [1]
+
+
+class KeepsScale(nn.Module):
+    """Keeps a number of its input for its backward."""
+
+    scale = 0.0
+
+    def forward(self, x: float) -> float:
+        self.scale = x
+        return x
+
+
+def test_a_backward_finds_the_numbers_that_its_recompute_has_set() -> None:
+    layer = KeepsScale()
+    buffers = Buffers([layer])
+    mbs = [(MicroBatch(m), float(m)) for m in range(3)]
+    buffers.begin()
+    for mb, value in mbs:
+        with buffers.first_forward(mb):
+            layer(value)
+    for mb, value in mbs:
+        with buffers.second_forward(mb):
+            layer(value)
+        assert layer.scale == value
+    buffers.end()
+    assert layer.scale == 2
 
 
 @pytest.mark.parametrize("kind", [Remembering, Adding, Caching])
