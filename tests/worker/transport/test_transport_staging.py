@@ -99,14 +99,16 @@ def right(found: list[tuple[Any, Any]]) -> bool:
 
 
 @pytest.mark.parametrize("make", mostly_slow([nested, bare], 2))
-@pytest.mark.parametrize("eager", mostly_slow(EAGER, 2))
+@pytest.mark.parametrize("eager", mostly_slow([*EAGER[1:], EAGER[0]], 2))
 def test_every_bit_arrives_with_any_stream_late(eager: tuple[str, ...], make: Make) -> None:
     assert right(sent_and_received(LateDevice(eager), make))
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_each_missing_wait_gives_wrong_bytes(order: str) -> None:
-    assert not all(right(sent_and_received(LateDevice(eager, order), bare, 2)) for eager in EAGER)
+    """One of the choices of an ordinary run shows it."""
+    devices = [LateDevice(eager, order) for eager in EAGER[1::2]]
+    assert not all(right(sent_and_received(device, bare, 2)) for device in devices)
 
 
 allocate = MemoryLink().allocate
