@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 import cli
-from launcher.templates import EXAMPLES
+from launcher import templates
 from pipeworker.job import file as job_file
 from support.real_jobs.jobs import COMMAND, Jobs
 from support.slow import slow
@@ -55,7 +55,7 @@ def init(*words: str) -> Result:
 
 @pytest.mark.parametrize(
     "example",
-    [pytest.param(one, marks=() if one == "transformer" else slow) for one in EXAMPLES],
+    [pytest.param(one, marks=() if one == "transformer" else slow) for one in templates.EXAMPLES],
 )
 def test_the_loss_of_an_example_decreases(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["model.py"])
@@ -81,7 +81,7 @@ def test_the_loss_of_an_example_decreases(example: str, monkeypatch: pytest.Monk
             assert 0 <= job.metrics(net(x), y)["accuracy"] <= 1
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("example", templates.EXAMPLES)
 def test_an_example_explains_each_of_its_functions(example: str) -> None:
     lines = Path(cli.__file__, "..", "launcher", "templates", f"{example}.py").resolve().read_text()
     for name in ("model", "loss", "optimizer", "data", "evaluation"):
@@ -150,7 +150,7 @@ def test_init_leaves_no_file_that_it_could_not_write(jobs: Jobs) -> None:
 def test_init_names_a_package_that_the_example_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str | None
 ) -> None:
-    monkeypatch.setattr("launcher.templates.find_spec", lambda _: found)
+    monkeypatch.setattr(templates, "find_spec", lambda _: found)
     done = init("--example", "finetune", str(tmp_path / "model.py"))
     note = "note: the package transformers is missing; pip install transformers\n"
     assert (done.exit_code, done.stderr) == (0, "" if found else note)
