@@ -191,11 +191,13 @@ def surveyed_here(folder: Path, job: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.usefixtures("as_a_worker")
 def test_a_layer_that_stashes_may_be_like_one_that_does_not(tmp_path: Path) -> None:
     found = surveyed_here(tmp_path, ALIKE)
     assert found["events"] == [[], [], [("stash", "a")], [("pop", "a")]]
 
 
+@pytest.mark.usefixtures("as_a_worker")
 def test_a_shared_buffer_may_be_in_a_layer_that_is_like_an_earlier_one(tmp_path: Path) -> None:
     changing = surveyed_here(tmp_path, NORMS)["changing"]
     assert [bool(names) for names in changing] == [False, True, False, True, False, True]
