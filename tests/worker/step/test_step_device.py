@@ -128,7 +128,7 @@ class Overwriting:
             mine.fill_(float("nan"))
 
 
-@pytest.mark.parametrize("stages", [1, pytest.param(3, marks=slow)])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=slow), 3])
 def test_data_may_overwrite_a_mini_batch_that_is_on_its_way_to_the_device(stages: int) -> None:
     batches: Any = data(10, 10)
     with open_pipeline((), batches, stages=stages) as pipeline:
