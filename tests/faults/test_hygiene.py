@@ -63,7 +63,7 @@ WRITING = WRITING.replace("x = torch.randn", 'reads.write(b"read\\n")\n         
 
 LOADED = SLEEPERS.partition("    def data")[0] + LOADER[LOADER.index("    class Numbers") :]
 LOADED = LOADED.replace("return torch.full", "time.sleep(0.01)\n            return torch.full")
-"""It also has the processes of a data loader."""
+"""The job `SLEEPERS` with a data loader, which has processes of its own."""
 
 ENDLESS = ("--stages", "3", "--microbatches", "4", "--steps", "1000000")
 
@@ -161,7 +161,7 @@ def check_sockets(live: Live) -> None:
 
 
 def test_no_socket_stays(start: Callable[..., Live]) -> None:
-    """A worker is killed, and then launcher and agent; nothing of their own stays either."""
+    """A worker is killed, then launcher and agent together; none of their files stays either."""
     live = start(source=LOADED)
     check_sockets(live)
     kill_at_once(live, "stage 0")
@@ -172,7 +172,7 @@ def test_no_socket_stays(start: Callable[..., Live]) -> None:
 
 
 @slow
-@pytest.mark.parametrize("killed", [(), ("agent",)], ids=["none", "agent"])
+@pytest.mark.parametrize("killed", [(), ("stage 0",), ("agent",)], ids=["none", "stage", "agent"])
 def test_no_sockets_stay(start: Callable[..., Live], killed: tuple[str, ...]) -> None:
     """The job ends in mid-epoch, by an interrupt."""
     live = start(source=LOADED)
@@ -192,7 +192,7 @@ for name in ("model", "data", *modules):
     name = f"pipeworker.worker.{name}"
     sys.modules[name] = types.SimpleNamespace(preload=lambda: None)
 """
-"""In place of torch, which an agent imports for a second."""
+"""A module in place of torch, whose import takes an agent a second."""
 LAUNCHER = """
 import sys
 from pipeworker.host.line_process import start_agent, start_coordinator
@@ -211,7 +211,7 @@ sys.stdin.read()
 
 
 def test_stopped_processes_end_with_their_launcher(jobs: Jobs) -> None:
-    """The kernel wakes them if the launcher is their parent, so they read that it has ended."""
+    """The kernel wakes the children of a launcher that ends; each reads that its input ended."""
     jobs.write(BARE, "bare/torch.py")
     (jobs.folder / "run" / "logs").mkdir(parents=True)
     path = os.pathsep.join([str(jobs.folder / "bare"), *sys.path])
