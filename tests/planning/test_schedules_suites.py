@@ -1,7 +1,7 @@
 """Resume, recovery, replicas and torchrun under the schedules: the bits are those of one stage.
 
-Each has one schedule, or all with ``SCHEDULES=all``. In the ordinary run, a worker is lost under
-``--schedule auto`` in test_planned, and runs of cut modules are resumed from zbv in networks.
+Each test has one schedule, or all with ``SCHEDULES=all``. In the ordinary run, test_planned loses a
+worker under ``--schedule auto``, and test_modules resumes from zbv, in place of the slow ones here.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def check(
 ) -> Trained:
     """Compare every balance with the plain loop; return its result.
 
-    Each balance has one of the modes in an ordinary run.
+    In an ordinary run, the modes are divided among the balances.
     """
     expected = plain(copy.deepcopy(layers), loss, copy.deepcopy(batches), microbatches)
     if balances is None:

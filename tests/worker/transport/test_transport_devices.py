@@ -124,7 +124,7 @@ ENDS = [
     pytest.param(*both, marks=slow if number % 2 else ())
     for number, both in enumerate(zip(EAGER, reversed(EAGER), strict=True))
 ]
-"""Of those that are slow, the cases of a missing wait have some by default."""
+"""By default half of them; the test of each missing wait also has the case that it needs."""
 
 
 @pytest.mark.parametrize(("eager", "others"), ENDS)
