@@ -87,7 +87,7 @@ class _Forward:
         if self._check is not None:
             self._zeros = [weight for weight in self._weights if _lacks_small_gradient(weight)]
             for weight in self._zeros:
-                weight.grad = torch.zeros_like(weight, requires_grad=False)
+                weight.grad = _zeros_for(weight)
             self._before = [_state_of(weight.grad) for weight in self._weights]
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -152,6 +152,12 @@ class _Forward:
 
 def _lacks_small_gradient(weight: nn.Parameter) -> bool:
     return weight.grad is None and weight.requires_grad and bytes_of(weight) <= _SMALL
+
+
+def _zeros_for(weight: nn.Parameter) -> torch.Tensor:
+    """Return zeros that torch accepts as the gradient of a weight, which may have another dtype."""
+    dtype = weight.grad_dtype or weight.dtype
+    return torch.zeros_like(weight, dtype=dtype, requires_grad=False)
 
 
 def _state_of(gradient: torch.Tensor | None) -> _State:

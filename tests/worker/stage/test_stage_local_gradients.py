@@ -213,6 +213,29 @@ def test_a_checked_forward_leaves_no_gradient(kind: type[Local]) -> None:
     assert all(weight.grad is None for weight in layers.parameters())
 
 
+class Widening(Local):
+    """Has gradients of more bits than its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bfloat16()
+        for weight in self.parameters():
+            weight.grad_dtype = torch.float32
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.bfloat16()).float()
+
+
+def test_gradients_may_have_another_dtype_than_their_weights() -> None:
+    layers = net(Widening)
+    stage = Stage([*layers], StageConfig(0, 4, 3, torch.device("cpu")), Tracker(), loss)
+    stage.begin(1)
+    mb = microbatch(0)
+    stage.forward(mb)
+    stage.backward(mb)
+    assert layers[1].weight.grad.dtype is torch.float32  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("kind", [Assigns, AddsInPlace])
 def test_a_gradient_that_a_layer_sets_itself_is_refused(kind: type[Local]) -> None:
     layers = net(kind)
