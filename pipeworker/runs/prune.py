@@ -43,7 +43,7 @@ def prune(folder: Path, *, keep_weights: bool, dry_run: bool) -> Iterator[str]:
 
     Raises:
         UsageError: the folder does not exist, or cannot be read.
-        RecordError, UnreadableFile: a checkpoint of a run cannot be removed, or not be read now.
+        RecordError, UnreadableFile: a checkpoint of a run cannot be removed, or cannot be read.
             The other runs have been pruned then.
     """
     runs, damaged = read_runs(folder)

@@ -164,9 +164,9 @@ class SavedState:
             _set_buffer(layer, key, buffer, device)
 
     def share_unlisted_buffers(self, stage: StageState) -> None:
-        """Make each buffer that no state dict has one tensor with the buffer that it was one with.
+        """Share the buffers that no state dict has with those that were the same tensor.
 
-        A forward may change it under the other name.
+        A forward may change such a buffer under the other name.
         """
         present = {
             self.names.parameter(index, key): buffer

@@ -22,7 +22,7 @@ _State = tuple[torch.Tensor | None, int]
 """A gradient, and its version."""
 _NONE: _State = None, 0
 _SMALL = 64 * 1024
-"""The bytes up to which a weight is given zeros: a layer of large ones nearly always has others."""
+"""The bytes up to which a weight gets zeros: a layer of large weights mostly has small ones too."""
 
 
 class LocalGradients:
