@@ -64,7 +64,7 @@ class Buffers:
         self._slots: list[Slot] = []
         self._changing: list[Slot] | None = None
         self._unchanged: dict[Slot, _Copied] = {}
-        self._beside: dict[nn.Module, dict[str, Any]] = {}
+        self._beside: dict[nn.Module, _Beside] = {}
         """The plain values of modules whose tensors may begin to change, before the mini-batch."""
         self._until: dict[Slot, Any] = {}
         """Values of buffers that began to change later, from before their first change."""
@@ -105,12 +105,12 @@ class Buffers:
         elif self._changing is not None:  # by code outside of forward
             for slot in self._changed():
                 self._unchanged[slot] = _Copied(slot, copy_of(_get(slot), copies))
-            new_slots = [slot for slot, _ in self._appeared()]
-            beside = {module: _plain_values(module) for module in self._beside}
-            for module in beside.keys() & {module for module, _ in new_slots}:
-                new_slots += [(module, name) for name in beside.pop(module)]
-            self._changing += new_slots
-            self._beside = beside
+            appeared = [slot for slot, _ in self._appeared()]
+            for module in self._beside.keys() & {module for module, _ in appeared}:
+                appeared += [(module, name) for name in _plain_values(self._beside.pop(module).all)]
+            self._changing += appeared
+            for beside in self._beside.values():
+                beside.update()
         slots, attributes = self._changing, {}
         if slots is None:
             self._modules = self._all_modules()
@@ -167,8 +167,9 @@ class Buffers:
             self._until[slot] = before
             self._changing.append(slot)
         for module in self._beside.keys() & {module for module, _ in self._changing[known:]}:
-            before = self._beside.pop(module)
-            for name in before.keys() | _plain_values(module).keys():
+            before = self._beside.pop(module).values
+            were = {name for name, value in before.items() if value is not None}
+            for name in were | _plain_values(vars(module)).keys():
                 if (module, name) not in self._until:
                     self._until[module, name] = before.get(name, ABSENT)
                     self._changing.append((module, name))
@@ -193,7 +194,7 @@ class Buffers:
         """Note the plain values of modules whose tensors may begin to change, except of `done`."""
         slots = [*self._unchanged, *(slot for slot, *_ in self._empty)]
         modules = {module for module, _ in slots if module not in done}
-        self._beside = {one: _plain_values(one) for one in modules if _keeps_plain_values(one)}
+        self._beside = {one: _Beside(vars(one)) for one in modules if _keeps_plain_values(one)}
 
     def _watch_new(self, modules: Sequence[nn.Module]) -> None:
         """Note the buffers and modules within modules, to which a forward may add others."""
@@ -285,7 +286,7 @@ class Buffers:
             ((module, name), old)
             for module in self._modules
             if module in known
-            for name, value in _plain_values(module).items()
+            for name, value in _plain_values(vars(module)).items()
             for old in [before.get((module, name), (ABSENT,))[0]]
             if (module in modules and (name == "momentum" or _keeps_plain_values(module)))
             or (type(value) is tuple and value is not old)
@@ -300,7 +301,7 @@ class Buffers:
             (module, name)
             for module in self._modules
             if module in known
-            for name, value in _plain_values(module).items()
+            for name, value in _plain_values(vars(module)).items()
             for old in [before.get((module, name), (ABSENT,))[0]]
             if (module, name) not in without and (type(old) is not type(value) or old != value)
         ]
@@ -369,11 +370,38 @@ class _Copied:
         return now is self._value and _version(now) == self._version
 
 
-def _plain_values(module: nn.Module) -> dict[str, Any]:
-    """Return the plain values in a module's attributes."""
+class _Beside:
+    """The plain values of a module, and None, as they were at the last update."""
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self.all = attributes
+        self._names: list[str] = []
+        self._values: list[Any] = []
+        self._size = -1
+        self.update()
+
+    def update(self) -> None:
+        """Read the values; in each mini-batch of all modules, so in little time."""
+        if len(self.all) != self._size:
+            self._size = len(self.all)
+            self._names = [
+                name
+                for name, value in self.all.items()
+                if (value is None or isinstance(value, _PLAIN)) and name not in OF_EVERY_MODULE
+            ]
+        self._values = [*map(self.all.get, self._names)]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The values by name."""
+        return dict(zip(self._names, self._values, strict=True))
+
+
+def _plain_values(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return the plain values among a module's attributes."""
     return {
         name: value
-        for name, value in vars(module).items()
+        for name, value in attributes.items()
         if isinstance(value, _PLAIN) and name not in OF_EVERY_MODULE
     }
 
