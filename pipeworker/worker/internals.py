@@ -96,6 +96,9 @@ submodules_of: Callable[[nn.Module], Mapping[str, nn.Module | None]] = attrgette
 """Returns a module's own dict of submodules, which is watched for new ones without a list."""
 kept_iterator: Callable[[Any], Any] = attrgetter("_iterator")
 """Returns the iterator that a ``DataLoader`` keeps with its processes, or None if it keeps none."""
+_end_workers: Callable[[Any], None] = _find(
+    "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers"
+)
 alias_of: Callable[[torch.Tensor], torch.Tensor] = _find("torch.ops.aten.alias.default")
 """Returns a view with a graph node of its own, so that gradients are summed in a fixed order."""
 unsaved_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
@@ -300,8 +303,14 @@ def put_hooks(module: nn.Module, taken: Hooks) -> None:
 
 
 def forget_iterator(loader: Any) -> None:
-    """Have a ``DataLoader`` end the processes that it keeps; no public function does."""
-    loader._iterator = None
+    """Have a ``DataLoader`` end the processes that it keeps; no public function does.
+
+    A garbage collection would end them too, at any time: it closes their queues first, and then
+    waits five seconds for each process.
+    """
+    iterator, loader._iterator = loader._iterator, None
+    if iterator is not None:
+        _end_workers(iterator)
 
 
 def keep_iterator(loader: Any, iterator: Any) -> None:

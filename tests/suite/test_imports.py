@@ -74,6 +74,7 @@ PRIVATE = {
     *("_share_cuda_", "_new_shared_cuda"),
     *("_pytree", "_dynamo", "_subclasses", "_functorch", "_unsafe_view", "_backward_hooks"),
     "_iterator",
+    "_shutdown_workers",
 }
 """Private names of torch, as attributes of anything but ``self``."""
 MAKERS = {
@@ -261,7 +262,7 @@ def test_a_worker_checks_each_private_name_of_torch() -> None:
     """The last part of each is in a name that ``torch_check`` tests, or that is looked up."""
     from pipeworker.worker import internals, torch_check
 
-    looked_up = re.findall(r'_find\("(.+?)"\)', Path(internals.__file__).read_text("utf-8"))
+    looked_up = re.findall(r'_find\(\s*"(.+?)"\s*\)', Path(internals.__file__).read_text("utf-8"))
     checked = " ".join([*torch_check.BEHAVIOURS, *torch_check.COMPILER, *looked_up])
     typed = {"Store", "PrefixStore", "TCPStore", "Work"}  # for the type checker only
     names = {re.findall(r"\w+", name)[-1] for name in private_names(nodes_of(INTERNALS))}

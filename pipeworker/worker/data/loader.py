@@ -67,9 +67,10 @@ def set_aside(source: Any) -> Callable[[], None]:
     if kept is None:
         return partial(end_processes, source)
     streams = _persisting.pop(source, None)
-    forget_iterator(source)
+    keep_iterator(source, None)
 
     def give_back() -> None:
+        end_processes(source)
         keep_iterator(source, kept)
         _persisting.pop(source, None)
         if streams is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -92,6 +93,7 @@ def test_a_pass_over_the_loader_of_the_data_leaves_its_epoch_and_processes(count
                 seen = [one.inputs[0] for one in itertools.islice(evaluation, 2 * count)]
                 evaluation.close()
                 passes.append(torch.cat(seen))
+                assert len(multiprocessing.active_children()) == 2  # those of the training
         return found
 
     passes: list[torch.Tensor] = []
