@@ -17,18 +17,18 @@ from pipeworker.worker.stage.slots import (
     ABSENT,
     OF_EVERY_MODULE,
     Copies,
+    PlainValues,
     Slot,
     copy_of,
     get_slot,
     is_same,
     is_small,
+    plain_values,
     set_slot,
 )
 
 _state = threading.local()
 _get = partial(get_slot, absent=ABSENT)
-_PLAIN = (bool, int, float, str, tuple, torch.device, torch.dtype)
-"""The classes of values that a module keeps beside a tensor, as the length of a cached table."""
 
 
 def is_recomputing() -> bool:
@@ -64,14 +64,14 @@ class Buffers:
         self._slots: list[Slot] = []
         self._changing: list[Slot] | None = None
         self._unchanged: dict[Slot, _Copied] = {}
-        self._beside: dict[nn.Module, _Beside] = {}
+        self._beside: dict[nn.Module, PlainValues] = {}
         """The plain values of modules whose tensors may begin to change, before the mini-batch."""
         self._until: dict[Slot, Any] = {}
         """Values of buffers that began to change later, from before their first change."""
         self._counters: list[Slot] = []
         """Plain values that a recompute may find advanced, and must not advance."""
         self._before_recompute: list[tuple[Slot, Any]] = []
-        """What these were before the last recompute, until its changes are undone."""
+        """The values of these before the last recompute, until its changes are undone."""
         self._known: list[tuple[nn.Module, dict[str, Any], set[str]]] = []
         """The attributes of each module, and their names after the last forward."""
         self._empty: list[tuple[Slot, dict[str, Any], Any]] = []
@@ -107,7 +107,7 @@ class Buffers:
                 self._unchanged[slot] = _Copied(slot, copy_of(_get(slot), copies))
             appeared = [slot for slot, _ in self._appeared()]
             for module in self._beside.keys() & {module for module, _ in appeared}:
-                appeared += [(module, name) for name in _plain_values(self._beside.pop(module).all)]
+                appeared += [(module, name) for name in plain_values(self._beside.pop(module).all)]
             self._changing += appeared
             for beside in self._beside.values():
                 beside.update()
@@ -142,15 +142,27 @@ class Buffers:
                 for slot, value in mb.buffers_before
                 if value is not None or id(_get(slot)) in tensors
             ]
-            new += self._plain_values(attributes, {slot[0] for slot, _ in mb.buffers_before + new})
+            old_values = self._old_values(attributes)
+            modules = {slot[0] for slot, _ in mb.buffers_before + new}
+            new += [
+                (slot, old)
+                for slot, value, old in old_values
+                if (slot[0] in modules and _keeps_beside_tensors(slot))
+                or (type(value) is tuple and value is not old)  # as a hidden state
+            ]
             mb.buffers_before += new
             self._changing += [slot for slot, _ in new]
-            self._counters = self._changed_values(attributes, {*self._changing})
+            changing = {*self._changing}
+            self._counters = [
+                slot
+                for slot, value, old in old_values
+                if slot not in changing and (type(value) is not type(old) or value != old)
+            ]
             copies = {}
             for slot in self._slots:
-                if slot not in self._changing:
+                if slot not in changing:
                     self._unchanged[slot] = _Copied(slot, copy_of(_get(slot), copies))
-            self._watch_attributes({*self._changing}, copies)
+            self._watch_attributes(changing, copies)
             self._watch_plain_values({slot[0] for slot in self._changing})
         self._keep_changed()
         self._waiting += 1
@@ -169,7 +181,7 @@ class Buffers:
         for module in self._beside.keys() & {module for module, _ in self._changing[known:]}:
             before = self._beside.pop(module).values
             were = {name for name, value in before.items() if value is not None}
-            for name in were | _plain_values(vars(module)).keys():
+            for name in were | plain_values(vars(module)).keys():
                 if (module, name) not in self._until:
                     self._until[module, name] = before.get(name, ABSENT)
                     self._changing.append((module, name))
@@ -194,7 +206,7 @@ class Buffers:
         """Note the plain values of modules whose tensors may begin to change, except of `done`."""
         slots = [*self._unchanged, *(slot for slot, *_ in self._empty)]
         modules = {module for module, _ in slots if module not in done}
-        self._beside = {one: _Beside(vars(one)) for one in modules if _keeps_plain_values(one)}
+        self._beside = {m: PlainValues(vars(m)) for m in modules if not isinstance(m, BatchNorm)}
 
     def _watch_new(self, modules: Sequence[nn.Module]) -> None:
         """Note the buffers and modules within modules, to which a forward may add others."""
@@ -273,37 +285,17 @@ class Buffers:
                 found.append(((module, name), copy))
         return found
 
-    def _plain_values(
-        self, before: dict[Slot, tuple[Any, Any]], modules: Collection[nn.Module]
-    ) -> list[tuple[Slot, Any]]:
-        """Return the plain values of modules, as they were before the very first forward.
+    def _old_values(self, before: dict[Slot, tuple[Any, Any]]) -> list[tuple[Slot, Any, Any]]:
+        """Return the plain values of all modules, and what they were before the very first forward.
 
-        Of a batch norm, that is the momentum. Of other modules, return the tuples that it has
-        changed, as a hidden state.
+        Those of a module that the forward has made are left out.
         """
-        known = {module for module, _ in before}  # the forward may have made others
-        return [
-            ((module, name), old)
-            for module in self._modules
-            if module in known
-            for name, value in _plain_values(vars(module)).items()
-            for old in [before.get((module, name), (ABSENT,))[0]]
-            if (module in modules and (name == "momentum" or _keeps_plain_values(module)))
-            or (type(value) is tuple and value is not old)
-        ]
-
-    def _changed_values(
-        self, before: dict[Slot, tuple[Any, Any]], without: Collection[Slot]
-    ) -> list[Slot]:
-        """Return the other plain values that the very first forward has changed or added."""
         known = {module for module, _ in before}
         return [
-            (module, name)
+            ((module, name), value, before.get((module, name), (ABSENT,))[0])
             for module in self._modules
             if module in known
-            for name, value in _plain_values(vars(module)).items()
-            for old in [before.get((module, name), (ABSENT,))[0]]
-            if (module, name) not in without and (type(old) is not type(value) or old != value)
+            for name, value in plain_values(vars(module)).items()
         ]
 
     def _new_buffers(self) -> list[tuple[Slot, Any]]:
@@ -370,45 +362,9 @@ class _Copied:
         return now is self._value and _version(now) == self._version
 
 
-class _Beside:
-    """The plain values of a module, and None, as they were at the last update."""
-
-    def __init__(self, attributes: dict[str, Any]) -> None:
-        self.all = attributes
-        self._names: list[str] = []
-        self._values: list[Any] = []
-        self._size = -1
-        self.update()
-
-    def update(self) -> None:
-        """Read the values; in each mini-batch of all modules, so in little time."""
-        if len(self.all) != self._size:
-            self._size = len(self.all)
-            self._names = [
-                name
-                for name, value in self.all.items()
-                if (value is None or isinstance(value, _PLAIN)) and name not in OF_EVERY_MODULE
-            ]
-        self._values = [*map(self.all.get, self._names)]
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """The values by name."""
-        return dict(zip(self._names, self._values, strict=True))
-
-
-def _plain_values(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the plain values among a module's attributes."""
-    return {
-        name: value
-        for name, value in attributes.items()
-        if isinstance(value, _PLAIN) and name not in OF_EVERY_MODULE
-    }
-
-
-def _keeps_plain_values(module: nn.Module) -> bool:
-    """Return whether a module may keep plain values for its tensors: a batch norm does not."""
-    return not isinstance(module, BatchNorm)
+def _keeps_beside_tensors(slot: Slot) -> bool:
+    """Return whether a module may keep a plain value for its tensors: of a batch norm, momentum."""
+    return slot[1] == "momentum" or not isinstance(slot[0], BatchNorm)
 
 
 def _version(value: Any) -> int:

@@ -20,6 +20,8 @@ Copies = dict[int, torch.Tensor]
 """Copies by the id of the buffer: a buffer that two modules share is copied once."""
 ABSENT = object()
 """In the place of a buffer or an attribute that there is not."""
+_PLAIN = (bool, int, float, str, tuple, torch.device, torch.dtype)
+"""The classes of values that a module keeps beside a tensor, as the length of a cached table."""
 
 
 def get_slot(slot: Slot, absent: object = None) -> Any:
@@ -73,3 +75,39 @@ def is_same(now: object, before: object) -> bool:
     if now.is_nested or now.layout != before.layout or now.shape != before.shape:
         return False
     return all(map(torch.equal, dense_parts(now), dense_parts(before)))
+
+
+class PlainValues:
+    """The plain values of a module, and None, as they were at the last update."""
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self.all = attributes
+        self._names: list[str] = []
+        self._values: list[Any] = []
+        self._size = -1
+        self.update()
+
+    def update(self) -> None:
+        """Read the values; in each mini-batch of all modules, so in little time."""
+        if len(self.all) != self._size:
+            self._size = len(self.all)
+            self._names = [
+                name
+                for name, value in self.all.items()
+                if (value is None or isinstance(value, _PLAIN)) and name not in OF_EVERY_MODULE
+            ]
+        self._values = [*map(self.all.get, self._names)]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The values by name."""
+        return dict(zip(self._names, self._values, strict=True))
+
+
+def plain_values(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return the plain values among a module's attributes."""
+    return {
+        name: value
+        for name, value in attributes.items()
+        if isinstance(value, _PLAIN) and name not in OF_EVERY_MODULE
+    }
