@@ -12,6 +12,7 @@ import pytest
 
 from support.real_jobs.jobs import Process, Record, pids_of, processes_of, until
 
+ENDLESS = ("--stages", "3", "--microbatches", "4", "--steps", "1000000")
 SECONDS = 60.0
 """The time limit for a job to be gone, on a busy host."""
 
