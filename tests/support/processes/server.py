@@ -34,6 +34,8 @@ from support.processes.interpreter import MAXIMUM, PRELOAD, Request, become
 
 _HUGE = 1 << 21
 _MADV_COLLAPSE = 25
+_FIRST_LEASE = 60.0
+"""Seconds until the first lease; after that its client has been killed."""
 
 
 def warm_up(modules: list[str]) -> None:
@@ -98,7 +100,10 @@ class _Server:
             leased = False
             while self.leases or not leased:
                 leased = leased or bool(self.leases)
-                for key, _ in self.selector.select():
+                ready = self.selector.select(None if leased else _FIRST_LEASE)
+                if not (leased or ready):
+                    break
+                for key, _ in ready:
                     if key.fileobj is self.listener:
                         self._accept()
                     elif key.fileobj is wake_out:
