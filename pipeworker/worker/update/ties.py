@@ -104,6 +104,7 @@ def separate(entry: nn.Module, names: Iterable[str]) -> nn.Module:
 def _alias(parameter: nn.Parameter) -> nn.Parameter:
     alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
     alias.__dict__.update(parameter.__dict__)  # an optimizer may read attributes that the user set
+    alias.grad_dtype = parameter.grad_dtype
     move_hooks(parameter, alias)
     return alias
 

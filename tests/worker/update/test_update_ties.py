@@ -22,6 +22,15 @@ def test_a_separated_parameter_keeps_the_attributes_that_an_optimizer_may_read()
     assert vars(copied.get_parameter("weight")) == {"no_decay": True}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, None])
+def test_a_separated_parameter_keeps_the_dtype_of_its_gradient(dtype: torch.dtype | None) -> None:
+    a = nn.Linear(2, 2, dtype=torch.bfloat16)
+    a.weight.grad_dtype = dtype
+    copied = separate(a, ["weight"]).get_parameter("weight")
+    assert copied.grad_dtype is dtype
+    copied.grad = torch.ones(2, 2)
+
+
 def never(_: int) -> nn.Module:
     raise AssertionError("nothing is to be built")
 
