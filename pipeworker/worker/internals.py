@@ -388,7 +388,10 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     """Make a parameter's hooks run for the tensor that replaces it."""
-    target._backward_hooks = source._backward_hooks
+    if source._backward_hooks:
+        target._backward_hooks = source._backward_hooks
+    if source._post_accumulate_grad_hooks:
+        target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
 
 def move_module(module: nn.Module, device: torch.device) -> nn.Module:
@@ -402,10 +405,7 @@ def move_module(module: nn.Module, device: torch.device) -> nn.Module:
             gradient, parameter.grad = parameter.grad, None
             _swap(parameter, nn.Parameter(parameter.detach().to(device), parameter.requires_grad))
             # A hook is registered with what was swapped away: setting the dicts registers it anew.
-            if parameter._backward_hooks:
-                move_hooks(parameter, parameter)
-            if parameter._post_accumulate_grad_hooks:
-                parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+            move_hooks(parameter, parameter)
             parameter.grad = None if gradient is None else gradient.to(device)
     return module.to(device)
 

@@ -31,6 +31,18 @@ def test_a_separated_parameter_keeps_the_dtype_of_its_gradient(dtype: torch.dtyp
     copied.grad = torch.ones(2, 2)
 
 
+def test_the_hooks_of_a_separated_parameter_run() -> None:
+    a = nn.Linear(2, 2)
+    calls: list[torch.Tensor] = []
+    a.weight.register_hook(lambda gradient: calls.append(gradient))  # type: ignore[no-untyped-call]
+    a.weight.register_post_accumulate_grad_hook(calls.append)  # type: ignore[no-untyped-call]
+    copied = separate(a, ["weight"])
+    torch.autograd.backward(copied(torch.ones(1, 2)).sum())
+    assert len(calls) == 2
+    assert calls[1] is copied.get_parameter("weight")
+    assert calls[1].grad is not None
+
+
 def never(_: int) -> nn.Module:
     raise AssertionError("nothing is to be built")
 
