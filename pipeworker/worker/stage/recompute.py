@@ -40,6 +40,11 @@ def is_recomputing() -> bool:
     return getattr(_state, "recomputing", False)
 
 
+def set_recomputing(*, value: bool) -> None:
+    """Set what :func:`is_recomputing` returns in this thread."""
+    _state.recomputing = value
+
+
 class Buffers:
     """The buffers of a stage, as batch-norm statistics: a recompute must not change them again.
 
@@ -340,11 +345,11 @@ class Buffers:
         after = [(slot, _get(slot), slot[1] in buffers_of(slot[0])) for slot in before]
         for slot, value in before.items():
             set_slot(slot, value)
-        _state.recomputing = True
+        set_recomputing(value=True)
         try:
             yield
         finally:
-            _state.recomputing = False
+            set_recomputing(value=False)
             for slot, value, is_buffer in after:
                 set_slot(slot, value, is_buffer=is_buffer)
 

@@ -25,6 +25,7 @@ from pipeworker.worker.stage.local_gradients import LocalGradients, add_local_gr
 from pipeworker.worker.stage.microbatch import Arrived, Gradients, MicroBatch, pass_boundary
 from pipeworker.worker.stage.offload import Copies, Offload
 from pipeworker.worker.stage.recompute import Buffers
+from pipeworker.worker.stage.repeated_forwards import RepeatedForwards
 from pipeworker.worker.stage.saved_buffers import SavedBuffers
 from pipeworker.worker.stage.shared_buffers import SharedBuffers
 from pipeworker.worker.stage.values import (
@@ -83,6 +84,7 @@ class Stage:
         self._trained: list[bool] | None = None  # as the first micro-batch leaves them
         self._local = LocalGradients(self._weights, self._weight_name)
         self._repeated = 0  # forwards that are recomputed
+        self._repeated_forwards = RepeatedForwards(self.layers, self._module_name)
         self._version: int | None = None  # of the weights, before forwards that are recomputed
         self.checks_outputs = config.device.type == "cpu"
         """Whether recomputed outputs are compared: other devices have kernels whose bits differ."""
@@ -190,6 +192,15 @@ class Stage:
         index, _, name = names[number].partition(".")
         return f"{self.name_of(self.first + int(index))}: {name}"
 
+    def _module_name(self, module: nn.Module) -> str:
+        """Return the name for errors of a module of the stage; of another one, its class."""
+        for name, one in nn.ModuleList(self.layers).named_modules():
+            if one is module:
+                index, _, path = name.partition(".")
+                layer = self.name_of(self.first + int(index))
+                return f"{layer}: {path} ({blame.kind_of(module)})" if path else layer
+        return blame.kind_of(module)
+
     def _weights_version(self) -> int:
         return sum(map(version_of, self._weights))
 
@@ -270,7 +281,8 @@ class Stage:
     def _engine(self, *arguments: Any) -> Any:
         """Call the autograd engine; attribute an error to the layer that backward was in."""
         try:
-            return engine(*arguments)
+            with self._repeated_forwards.undoing():
+                return engine(*arguments)
         except BaseException as error:
             blame.blame_user(self._layers.name_of(self.tracker.get().layer), error)
 

@@ -1,0 +1,93 @@
+"""Forwards of modules inside a backward, as those that ``torch.utils.checkpoint`` repeats.
+
+The schedule decides which forwards of other micro-batches come before such a forward. So it may
+leave nothing that they would see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from pipeworker.errors import UsageError
+from pipeworker.worker.internals import BatchNorm, buffers_of
+from pipeworker.worker.stage.recompute import set_recomputing
+from pipeworker.worker.stage.slots import Copies, Slot, copy_of, get_slot, set_slot
+from pipeworker.worker.stage.values import checksums, is_checked
+
+_WATCHED = 64
+"""The number of first backwards that are checked; see :func:`is_checked` for the later ones."""
+
+
+class RepeatedForwards:
+    """The forwards of a stage's modules that run inside its backwards.
+
+    Batch norms have copies of their statistics there, which do not enter what they compute in
+    training: in the backwards that are checked all of them, else those that ran in one before. The
+    backward of a module that has other buffers may depend on them, so their change is an error.
+    What a hook on the backward leaves in a buffer of a module without a forward there is no such
+    change.
+
+    Args:
+        layers: the layers of the stage.
+        name_of: returns the name of a module in messages.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], name_of: Callable[[nn.Module], str]) -> None:
+        modules = nn.ModuleList(layers).modules()
+        self._norms = dict.fromkeys(one for one in modules if isinstance(one, BatchNorm))
+        self._name_of = name_of
+        self._seen: dict[nn.Module, None] = {}
+        self._backwards = 0
+
+    @contextmanager
+    def undoing(self) -> Iterator[None]:
+        """Undo what forwards inside the context, in which a backward runs, change.
+
+        Raises:
+            UsageError: a forward has changed a buffer of another module than a batch norm.
+        """
+        self._backwards += 1
+        is_due = is_checked(self._backwards, _WATCHED)
+        statistics = {
+            slot: get_slot(slot)
+            for norm in self._norms
+            if is_due or norm in self._seen
+            for slot in _slots(norm)
+        }
+        others = [one for one in self._seen if is_due and one not in self._norms]
+        before = {slot: checksums(get_slot(slot)) for one in others for slot in _slots(one)}
+        copies: Copies = {}
+        for slot, value in statistics.items():
+            set_slot(slot, copy_of(value, copies))
+        handle = register_module_forward_pre_hook(self._note)
+        try:
+            yield
+        finally:
+            handle.remove()
+            set_recomputing(value=False)
+            for slot, value in statistics.items():
+                set_slot(slot, value)
+        for (module, key), numbers in before.items():
+            if checksums(get_slot((module, key))) != numbers:
+                raise UsageError(
+                    f"{self._name_of(module)}: its forward, repeated inside a backward as "
+                    f"torch.utils.checkpoint does, changes the buffer {key} at a time that depends "
+                    "on the schedule, and with it the numbers; leave that checkpoint out, since "
+                    "--recompute does the same for whole stages"
+                )
+
+    def _note(self, module: nn.Module, _: Any) -> None:
+        """Note a module whose forward begins; a selective checkpoint forbids operations here."""
+        # In this thread: on an accelerator it is another one, which runs nothing but backwards.
+        set_recomputing(value=True)
+        if module not in self._seen and _slots(module):
+            self._seen[module] = None
+
+
+def _slots(module: nn.Module) -> list[Slot]:
+    return [(module, key) for key, _ in buffers_of(module).items()]
