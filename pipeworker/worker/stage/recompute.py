@@ -75,8 +75,8 @@ class Buffers:
         """Values of buffers that began to change later, from before their first change."""
         self._counters: list[Slot] = []
         """Plain values that a recompute may find advanced, and must not advance."""
-        self._before_recompute: list[tuple[Slot, Any]] = []
-        """The values of these before the last recompute, until its changes are undone."""
+        self._around_recompute: list[tuple[Slot, Any, Any]] = []
+        """The values of these before and after the last recompute, until its changes are undone."""
         self._known: list[tuple[nn.Module, dict[str, Any], set[str]]] = []
         """The attributes of each module, and their names after the last forward."""
         self._empty: list[tuple[Slot, dict[str, Any], Any]] = []
@@ -95,10 +95,17 @@ class Buffers:
         self._undo()
 
     def _undo(self) -> None:
-        """Undo what the last recompute has counted."""
-        for slot, value in self._before_recompute:
-            set_slot(slot, value)
-        self._before_recompute = []
+        """Undo what the last recompute has counted, and not what a hook of its backward has.
+
+        Such a hook lowers a counter that the forward has raised, or sets another value.
+        """
+        for slot, before, after in self._around_recompute:
+            now = _get(slot)
+            if now is after or (type(now) is type(after) and now == after):
+                set_slot(slot, before)
+            elif type(now) is type(after) is type(before) is int:
+                set_slot(slot, before + now - after)
+        self._around_recompute = []
 
     @contextmanager
     def first_forward(self, mb: MicroBatch) -> Iterator[None]:
@@ -341,7 +348,7 @@ class Buffers:
         for slot, value in self._until.items():
             if slot not in before:
                 before[slot] = value if value is ABSENT else copy_of(value, copies)
-        self._before_recompute = [(s, _get(s)) for s in self._counters if s not in before]
+        counters = [(slot, _get(slot)) for slot in self._counters if slot not in before]
         after = [(slot, _get(slot), slot[1] in buffers_of(slot[0])) for slot in before]
         for slot, value in before.items():
             set_slot(slot, value)
@@ -350,6 +357,7 @@ class Buffers:
             yield
         finally:
             set_recomputing(value=False)
+            self._around_recompute = [(slot, value, _get(slot)) for slot, value in counters]
             for slot, value, is_buffer in after:
                 set_slot(slot, value, is_buffer=is_buffer)
 

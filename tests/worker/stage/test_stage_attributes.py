@@ -218,6 +218,41 @@ def test_a_recompute_advances_no_counter_and_does_nothing_once_more(count: int) 
     assert layer.hooks == [1]
 
 
+class Waiting(nn.Module):
+    """Counts the forwards whose backward is to come."""
+
+    count = 0
+    is_idle = True
+
+    def forward(self) -> None:
+        self.count += 1
+        self.is_idle = False
+
+    def end_backward(self) -> None:
+        self.count -= 1
+        self.is_idle = True
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_what_a_hook_on_the_backward_counts_remains(microbatches: int) -> None:
+    layer = Waiting()
+    buffers = Buffers([layer])
+    for _ in range(2):
+        mbs = [MicroBatch(number) for number in range(microbatches)]
+        buffers.begin()
+        for mb in mbs:
+            with buffers.first_forward(mb):
+                layer()
+        assert layer.count == microbatches
+        for mb in mbs:
+            with buffers.second_forward(mb):
+                layer()
+            layer.end_backward()
+        buffers.end()
+        assert layer.count == 0
+        assert layer.is_idle
+
+
 class KeepsScale(nn.Module):
     """Keeps a number of its input for its backward."""
 
