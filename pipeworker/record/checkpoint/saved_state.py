@@ -155,7 +155,7 @@ class SavedState:
                 _put_buffer(layer, key, present[other], persistent=True)
             else:
                 _set_buffer(layer, key, value, device, persistent=True)
-            present[name] = layer.get_buffer(key)
+            present[name] = _buffer(layer, key)
 
     def set_unlisted_buffers(self, index: int, layer: nn.Module, device: torch.device) -> None:
         """Set the buffers of a layer that no state dict has."""
@@ -177,7 +177,7 @@ class SavedState:
             for key in self.buffer_keys.get(index, ()):
                 name = self.names.parameter(index, key)
                 other = present.get(self.made.get(name, name))
-                if other is not None and _is_like(other, layer.get_buffer(key)):
+                if other is not None and _is_like(other, _buffer(layer, key)):
                     _put_buffer(layer, key, other, persistent=False)
 
     def restore_strides(self, index: int, layer: nn.Module) -> None:
@@ -192,7 +192,7 @@ class SavedState:
                         made[buffer] = with_strides(buffer, strides)
                 except (TypeError, ValueError, RuntimeError) as error:
                     raise damaged(self.files[0].state, f"{error!s:.80}") from None
-                setattr(layer.get_submodule(path), name, made[buffer])
+                setattr(_submodule(layer, path), name, made[buffer])
 
     def state_of(self, index: int, layer: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the saved state dict of a layer."""
@@ -213,14 +213,35 @@ class SavedState:
         return found
 
 
+def _submodule(layer: nn.Module, path: str) -> Any:
+    """Return a module within a layer; one of TorchScript has no ``get_submodule``.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    module: Any = layer
+    for name in path.split(".") if path else ():
+        module = getattr(module, name)
+    return module
+
+
+def _buffer(layer: nn.Module, key: str) -> torch.Tensor:
+    path, _, name = key.rpartition(".")
+    buffer: torch.Tensor = getattr(_submodule(layer, path), name)
+    return buffer
+
+
 def _is_unset_buffer(layer: nn.Module, key: str) -> bool:
     """Return whether a key is that of a buffer that is None, which load_state_dict() refuses.
 
     A norm without running statistics has such buffers too, and would use them if they were set.
     """
     with suppress(AttributeError):  # no buffer
-        module = layer.get_submodule(key.rpartition(".")[0])
-        return layer.get_buffer(key) is None and getattr(module, "track_running_stats", True)
+        path, _, name = key.rpartition(".")
+        module = _submodule(layer, path)
+        if isinstance(module, torch.jit.ScriptModule):  # has no get_buffer()
+            return False
+        return module.get_buffer(name) is None and getattr(module, "track_running_stats", True)
     return False
 
 
@@ -228,7 +249,7 @@ def _may_have_buffer(layer: nn.Module, key: str, state: Mapping[str, Any]) -> bo
     """Return whether a layer has a buffer of this name in its `state`, or a forward may add it."""
     path, _, name = key.rpartition(".")
     with suppress(AttributeError):  # no such module
-        module = layer.get_submodule(path)
+        module = _submodule(layer, path)
         if hasattr(module, name):
             return key in state and name in dict(module.named_buffers(recurse=False))
         return True
@@ -252,7 +273,7 @@ def _set_buffer(
     One that the layer does not have is registered, `persistent` or not.
     """
     path, _, name = key.rpartition(".")
-    module = layer.get_submodule(path)
+    module = _submodule(layer, path)
     present = getattr(module, name, None)
     if isinstance(present, torch.Tensor):
         device = present.device
@@ -266,7 +287,7 @@ def _set_buffer(
 def _put_buffer(layer: nn.Module, key: str, value: torch.Tensor, *, persistent: bool) -> None:
     """Put a tensor in the place of a buffer; one that the layer does not have is registered."""
     path, _, name = key.rpartition(".")
-    module = layer.get_submodule(path)
+    module = _submodule(layer, path)
     if hasattr(module, name):
         setattr(module, name, value)
     else:

@@ -500,6 +500,17 @@ def test_a_module_that_loads_itself_may_resize_its_buffers(tmp_path: Path) -> No
         restore([shard], [of(nn.BatchNorm1d(2, affine=False))], loads_itself=loads_itself)
 
 
+def test_a_module_of_torchscript_is_restored(tmp_path: Path) -> None:
+    def of(layer: nn.Module) -> StageState:
+        return StageState(LayerNames(("0",)), [layer], [layer.state_dict()])
+
+    first, second = (torch.jit.script(nn.Sequential(nn.BatchNorm1d(2))) for _ in range(2))
+    first(torch.randn(3, 2))
+    save_worker_files(tmp_path, 0, 1, [of(first)])
+    restore([shard_of(tmp_path)], [of(second)])
+    assert_same(second.state_dict(), first.state_dict())
+
+
 def test_a_layer_may_load_its_state_by_a_method_without_other_parameters(tmp_path: Path) -> None:
     class Own(nn.Linear):
         def load_state_dict(self, state_dict: Any) -> Any:  # type: ignore[override]
