@@ -109,7 +109,8 @@ def pack_tensor(tensor: torch.Tensor, tensors: Tensors, name: str) -> dict[str, 
     """Add a tensor to `tensors`, and return what refers to it; its strides are left out."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         raise UsageError(
-            f"{name} is a tensor that is sparse, quantized or nested, which no file has"
+            f"{name} is a tensor that is sparse, quantized or nested, which no file has; make it "
+            "dense, or a buffer with persistent=False that model() fills"
         )
     unique = name
     while unique in tensors:

@@ -30,7 +30,7 @@ from record.checkpoint.stages import (
     one_stage,
     shard_of,
 )
-from support.in_process.checkpoints import save_worker_files
+from support.in_process.checkpoints import part, save_worker_files
 
 STEPS = 3
 
@@ -153,3 +153,10 @@ def test_what_the_files_of_several_workers_lack_or_have_twice_is_named(tmp_path:
     content = json.loads(shard.state.read_text())
     shard.state.write_text(json.dumps({**content, "data": {"epoch": 3}}))
     assert restored_position([shard]) == {"epoch": 3}
+
+
+def test_the_error_about_a_sparse_buffer_says_what_to_do(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 2)
+    layer.register_buffer("graph", torch.eye(2).to_sparse())
+    with pytest.raises(UsageError, match=r"^0\.graph is .* sparse, .*; .* with persistent=False"):
+        save_worker_files(tmp_path, 0, 1, [part([layer], 0)])
