@@ -332,6 +332,18 @@ def storage_key(tensor: torch.Tensor) -> int:
     return key
 
 
+def map_tensor_leaves(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Replace each tensor of a nested value by what a function returns for it.
+
+    A ``torch.Size`` stays one, whereas torch's pytree makes a tuple of it.
+    """
+    return pytree.tree_map_only(torch.Tensor, function, value, is_leaf=_is_size)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, torch.Size)
+
+
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the dense tensors that hold a tensor's elements: itself, or the parts of a sparse one.
 

@@ -15,7 +15,7 @@ import torch
 
 from pipeworker.errors import UsageError
 from pipeworker.record.files.atomic_file import write_bytes
-from pipeworker.worker.internals import allocator_snapshot, pytree
+from pipeworker.worker.internals import allocator_snapshot, map_tensor_leaves
 
 STATM, _PAGE = "/proc/self/statm", resource.getpagesize()
 
@@ -121,7 +121,7 @@ def to_device(value: Any, device: torch.device) -> Any:
     """Copy the tensors of a nested value to a device."""
     if device.type == "cpu":
         return value
-    return pytree.tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), value)
+    return map_tensor_leaves(lambda t: t.to(device, non_blocking=True), value)
 
 
 class Stopwatch:

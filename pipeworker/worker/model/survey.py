@@ -34,7 +34,7 @@ from pipeworker.job import layers as job_layers
 from pipeworker.plan.skips import match
 from pipeworker.worker import blame
 from pipeworker.worker.device.device import to_device
-from pipeworker.worker.internals import pytree, shared_fake_mode, version_of
+from pipeworker.worker.internals import map_tensor_leaves, shared_fake_mode, version_of
 from pipeworker.worker.model.lazy import reject_lazy
 from pipeworker.worker.profile.outline import Drawing
 from pipeworker.worker.stage import rng, skips
@@ -96,7 +96,7 @@ class Survey:
         try:
             fake, stand_in = shared_fake_mode(), value
             if not self.is_cut:
-                stand_in = pytree.tree_map_only(torch.Tensor, fake.from_tensor, value)
+                stand_in = map_tensor_leaves(fake.from_tensor, value)
             if drawing is not None:
                 drawing.begin(value, stand_in)
             with fake:

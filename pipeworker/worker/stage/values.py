@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pipeworker.record.checkpoint.tensor_file import raw_bytes
-from pipeworker.worker.internals import dense_parts, pytree, version_of
+from pipeworker.worker.internals import dense_parts, map_tensor_leaves, pytree, version_of
 
 
 def distinct_tensors(value: Any) -> list[torch.Tensor]:
@@ -23,7 +23,7 @@ def replace_tensors(value: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
     """Replace each tensor whose id is a key."""
     if not tensors:
         return value
-    return pytree.tree_map_only(torch.Tensor, lambda t: tensors.get(id(t), t), value)
+    return map_tensor_leaves(lambda tensor: tensors.get(id(tensor), tensor), value)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

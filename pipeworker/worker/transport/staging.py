@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pipeworker.worker.device.accelerator import Accelerator, Event
-from pipeworker.worker.internals import pytree, storage_uses
+from pipeworker.worker.internals import map_tensor_leaves, pytree, storage_uses
 from pipeworker.worker.transport.frame import Messages
 from pipeworker.worker.transport.layout import Layout, buffer_for, layout_of, pack, unpack
 
@@ -171,7 +171,7 @@ def move_to_device(accelerator: Accelerator, value: Any) -> tuple[Any, Event]:
         key: tensor.requires_grad_(layout.requires_grad)
         for key, tensor, layout in zip(found, tensors, layouts, strict=True)
     }
-    return pytree.tree_map(lambda leaf: moved.get(id(leaf), leaf), value), copied
+    return map_tensor_leaves(lambda tensor: moved.get(id(tensor), tensor), value), copied
 
 
 def _pinned_like(packed: torch.Tensor, accelerator: Accelerator) -> torch.Tensor:

@@ -171,6 +171,8 @@ def unflatten(structure: Structure, leaves: Iterator[Any], types: TypeRegistry) 
 def _unflatten_agreed(kind: type, children: list[Any], encoded: Any, types: TypeRegistry) -> Any:
     if is_namedtuple(kind):
         return kind(*children)
+    if kind is torch.Size:  # of which torch's pytree makes a tuple
+        return torch.Size(children)
     structure, *leaves = encoded
     context = unflatten(structure, iter([decode(leaf, types) for leaf in leaves]), types)
     load = pytree.SUPPORTED_SERIALIZED_TYPES[kind].from_dumpable_context

@@ -72,6 +72,9 @@ def test_one_tensor_at_two_places_stays_one() -> None:
     assert map_tensors(torch.Tensor.detach, x) is not x
     assert replace_tensors(value, {id(x): y})[1] is y
     assert replace_tensors(x, {}) is x
+    shape = replace_tensors([x, (x.shape, 1)], {id(x): y})[1][0]
+    assert type(shape) is torch.Size
+    assert shape == x.shape
 
 
 def test_changes_in_place_are_seen() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import OrderedDict, defaultdict, deque, namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from typing import Any, NamedTuple
 
@@ -131,6 +131,7 @@ def shown(value: Any) -> Any:
         defaultdict(None, {3: X}),
         deque([X, 1]),
         deque([X], 3),
+        {"shape": X.shape, "empty": torch.Size()},
         immutable_list([X]),
         immutable_dict({"a": X}),
         Bag([X, 1], [1, True, 1.0, -0.0, None, "x", b"x", (1, [2]), {"k": (), 3: Mode.PLAIN}]),
@@ -148,11 +149,6 @@ def shown(value: Any) -> Any:
 )
 def test_a_value_arrives_unchanged(value: Any) -> None:
     assert shown(cross(value)) == shown(value)
-
-
-def test_a_size_arrives_as_a_tuple() -> None:
-    """As torch's own pytree makes of it."""
-    assert cross(X.shape) == (6,)
 
 
 @pytest.mark.parametrize(
@@ -230,6 +226,13 @@ def test_a_value_may_nest_deeply_but_not_contain_itself() -> None:
             frames.describe(deep, TYPES)
     with pytest.raises(PipeworkerError, match="nests too deeply"):
         frames.describe(inner, TYPES)
+
+
+def test_a_size_of_something_else_than_numbers_is_reported_as_one_error() -> None:
+    frame, _ = frames.describe(X.shape, TYPES)
+    there = frames.from_bytes(frames.to_bytes(replace(frame, leaves=("six",))), TYPES)
+    with pytest.raises(PipeworkerError, match=r"a torch\.Size could not be made of what arrived"):
+        frames.assemble(there, [], TYPES)
 
 
 def test_an_error_of_a_registered_class_is_reported_as_one_error() -> None:

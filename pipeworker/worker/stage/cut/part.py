@@ -12,7 +12,7 @@ from torch import nn
 
 from pipeworker.errors import UsageError, a_type
 from pipeworker.facts.layer_names import LayerNames
-from pipeworker.worker.internals import buffers_of, pytree, storage_key
+from pipeworker.worker.internals import buffers_of, map_tensor_leaves, storage_key
 from pipeworker.worker.stage.cut.common import CommonVariables
 from pipeworker.worker.stage.cut.forward import Enter, Forward, Leave, StandIns
 from pipeworker.worker.stage.cut.guards import OuterBuffers, buffers_within, changes_buffer
@@ -242,7 +242,7 @@ def _memory(tensor: torch.Tensor) -> tuple[int, range]:
 
 def _copy(batch: Any) -> Any:
     """Return a copy on the CPU, where the hollow modules seem to be; data() may use a device."""
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(CPU, copy=True), batch)
+    return map_tensor_leaves(lambda tensor: tensor.to(CPU, copy=True), batch)
 
 
 def _names_of(module: nn.Module) -> dict[int, str]:
