@@ -134,7 +134,10 @@ class JobExit(UserCodeError):
 
     def text(self) -> str:
         """Return the message for the user."""
-        return self.message or f"{self._name} exited with status {self.status} without a message"
+        return self.message or (
+            f"{self._name} exited with status {self.status} without a message; remove its "
+            "sys.exit(), or have it print the reason"
+        )
 
 
 def blame_user(name: str, error: BaseException, *, early: bool = False, note: str = "") -> NoReturn:

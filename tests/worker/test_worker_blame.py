@@ -146,12 +146,15 @@ def test_an_exception_of_user_code_is_the_users_in_any_phase(
         assert type(error).__name__ in failure.traceback
 
 
+WITHOUT_A_MESSAGE = "without a message; remove its sys.exit(), or have it print the reason"
+
+
 @pytest.mark.parametrize(
     ("code", "status", "message"),
     [
-        (3, 3, "the job file exited with status 3 without a message"),
-        (None, 0, "the job file exited with status 0 without a message"),
-        (-1, 255, "the job file exited with status 255 without a message"),
+        (3, 3, f"the job file exited with status 3 {WITHOUT_A_MESSAGE}"),
+        (None, 0, f"the job file exited with status 0 {WITHOUT_A_MESSAGE}"),
+        (-1, 255, f"the job file exited with status 255 {WITHOUT_A_MESSAGE}"),
         ("no data", 1, "no data"),
     ],
 )
