@@ -38,16 +38,22 @@ class LineSplitter:
     def __init__(self, *, ours: bool = False) -> None:
         self._ours = ours
         self._rest = b""
+        self._in_ours = False  # the rest of a line of pipeworker's, whose beginning was cut off
 
     def feed(self, data: bytes) -> list[str]:
         """Return the lines that `data` completes, as a terminal would finally show them."""
+        texts = []
         *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            texts += self._texts(line)
+            self._in_ours = False
         if len(self._rest) > _MAX_LINE_BYTES:
             self._rest = self._rest[max(0, self._rest.rstrip(b"\r").rfind(b"\r")) :]
         while len(self._rest) > _MAX_LINE_BYTES:
-            lines.append(self._rest[:_MAX_LINE_BYTES])
-            self._rest = self._rest[_MAX_LINE_BYTES:]
-        return [text for line in lines for text in self._texts(line)]
+            piece, self._rest = self._rest[:_MAX_LINE_BYTES], self._rest[_MAX_LINE_BYTES:]
+            texts += self._texts(piece)
+            self._in_ours |= _LOG_PREFIX in piece
+        return texts
 
     @property
     def redrawn(self) -> str:
@@ -56,10 +62,12 @@ class LineSplitter:
 
     def flush(self) -> list[str]:
         """Return the last line, which may lack its end."""
-        rest, self._rest = self._rest, b""
-        return self._texts(rest) if rest else []
+        texts = self._texts(self._rest) if self._rest else []
+        self._rest, self._in_ours = b"", False
+        return texts
 
     def _texts(self, line: bytes) -> list[str]:
+        line = _LOG_PREFIX + line if self._in_ours else line
         theirs, mark, ours = line.partition(_LOG_PREFIX)
         final = theirs.rstrip(b"\r").rpartition(b"\r")[2]
         found = [_text(final)] if final or not mark else []

@@ -70,6 +70,19 @@ def test_a_job_cannot_move_the_cursor() -> None:
     assert splitter.feed(b"\xff\n") == ["\N{REPLACEMENT CHARACTER}"]
 
 
+def test_a_long_line_of_pipeworker_is_left_out_as_a_whole() -> None:
+    long = f"{LOG_PREFIX}{'x' * 10_000}"
+    parts = ("one\n", long[:6000], long[6000:], "\ntwo\n")
+    assert lines(*parts) == ["one", "two"]
+    assert lines(long[:6000], long[6000:]) == []
+    first, *others, last = lines(*parts, ours=True)
+    assert (first, last) == ("one", "two")
+    assert "".join(line.removeprefix("pipeworker: ") for line in others) == "x" * 10_000
+    splitter = LineSplitter()
+    assert splitter.feed(long.encode()) == splitter.flush() == []
+    assert splitter.feed(b"after a skip\n") == ["after a skip"]
+
+
 def test_lines_have_a_maximum_length() -> None:
     splitter = LineSplitter()
     found = [line for _ in range(100) for line in splitter.feed(b"x" * 1000)]
