@@ -35,6 +35,7 @@ from pipeworker.coordinator.waiting import SAVES, State
 from pipeworker.errors import AGAIN, ProtocolError, UsageError
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.step import Batch, Evaluation
+from pipeworker.plan.figures import plural
 from pipeworker.wire.lines import Activity, Joined, Warned
 from pipeworker.wire.messages.checkpoint import Saved
 from pipeworker.wire.messages.directions import Advance, Finish, FromWorker
@@ -175,8 +176,9 @@ class Generation(FactFinding):
         self.loop.start(batch, line.steps)
         effects: list[Effect] = [plan, line]
         if left_out := sum(ready.unmatched for _, ready in workers):
-            text = f"--no-init-strict: {left_out} names of the model or of --init-from are left out"
-            effects.append(Warned(f"{text}; the workers' logs list them"))
+            are, them = ("is", "it") if left_out == 1 else ("are", "them")
+            names = f"{plural(left_out, 'name')} of the model or of --init-from {are} left out"
+            effects.append(Warned(f"--no-init-strict: {names}; the workers' logs list {them}"))
         if self.is_first:
             shared = report.shared_accelerators(workers, self.placement.names)
             effects += [Warned(shared)] if shared else []

@@ -113,6 +113,26 @@ def test_few_samples_and_batch_norm_cause_one_warning(norms: int, samples: int) 
     assert of(job.effects, Warned) == [Warned(found.replace("; use", alone))]
 
 
+@pytest.mark.parametrize(
+    ("unmatched", "expected"),
+    [
+        ((0, 0), []),
+        ((0, 1), ["1 name of the model or of --init-from is left out; the workers' logs list it"]),
+        (
+            (1, 2),
+            ["3 names of the model or of --init-from are left out; the workers' logs list them"],
+        ),
+    ],
+)
+def test_names_that_are_left_out_cause_one_warning(
+    unmatched: tuple[int, int], expected: list[str]
+) -> None:
+    job = ScriptedJob(2).described()
+    job.receive(Ready(0, (Built(0, 0, LAYERS[:3], 1),), "cpu", BATCH, unmatched[0]))
+    job.receive(Ready(1, (Built(1, 3, LAYERS[3:], 1),), "cpu", None, unmatched[1]))
+    assert warned(job) == [f"--no-init-strict: {text}" for text in expected]
+
+
 def test_notes_of_the_first_worker_are_reported_once() -> None:
     job = ScriptedJob(2)
     job.join()
