@@ -34,6 +34,11 @@ def _worker(failure: Failure) -> str:
     return failure.stage or (f"rank {failure.rank}" if failure.rank >= 0 else "")
 
 
+def _activity(phase: Phase) -> str:
+    """Return the activity of a worker in a phase, in the user's words."""
+    return "the trial of the layers" if phase is Phase.SURVEY else phase.name.lower()
+
+
 def location(failure: Failure) -> str:
     """Return the known parts of ``stage 1, layer 3 (Block), micro-batch 2, step 7``."""
     at = failure.position
@@ -52,9 +57,7 @@ def describe(failure: Failure) -> str:
     lines = [failure.message]
     where, phase = location(failure), failure.position.phase
     if where and (failure.lacks_place or failure.cause not in (Cause.USAGE, Cause.EXIT)):
-        lines.append(
-            "  " + ("" if phase is Phase.STARTING else f"in {phase.name.lower()}: ") + where
-        )
+        lines.append("  " + ("" if phase is Phase.STARTING else f"in {_activity(phase)}: ") + where)
     if failure.traceback:
         lines.append("\n" + failure.traceback.rstrip())
     return "\n".join(lines)
@@ -75,7 +78,7 @@ def standstill(member: Member, seconds: float, limit: float) -> str:
     """
     phase, stack = member.beat.position.phase, member.beat.stack
     where = location(replace(member.failure(Cause.HUNG, ""), rank=-1))
-    at = ", ".join(filter(None, (phase.name.lower(), where)))
+    at = ", ".join(filter(None, (_activity(phase), where)))
     if not stack and phase is Phase.READING:
         stack = f"  logs/worker-{member.hello.rank}.log has the stack of the process that reads"
     text = (

@@ -102,7 +102,8 @@ def test_a_failure_of_the_users_code_has_location_and_traceback() -> None:
 @pytest.mark.parametrize("phase", set(Phase) - {Phase.STARTING})
 def test_the_phase_is_named(phase: Phase) -> None:
     shown = describe(Failure(Cause.LOST, "gone", 0, Position(phase), stage="stage 0"))
-    assert shown == f"gone\n  in {phase.name.lower()}: stage 0"
+    activity = "the trial of the layers" if phase is Phase.SURVEY else phase.name.lower()
+    assert shown == f"gone\n  in {activity}: stage 0"
 
 
 def test_unknown_parts_are_omitted() -> None:
