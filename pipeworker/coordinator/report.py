@@ -14,7 +14,7 @@ from pipeworker.coordinator.roster import Member
 from pipeworker.errors import AGAIN
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.layer_facts import NetworkFacts
-from pipeworker.facts.position import Phase
+from pipeworker.facts.position import Phase, Position
 from pipeworker.facts.step import Batch
 from pipeworker.job.options import Options
 from pipeworker.plan.planned import Planned
@@ -34,8 +34,11 @@ def _worker(failure: Failure) -> str:
     return failure.stage or (f"rank {failure.rank}" if failure.rank >= 0 else "")
 
 
-def _activity(phase: Phase) -> str:
-    """Return the activity of a worker in a phase, in the user's words."""
+def _activity(position: Position) -> str:
+    """Return the activity of a worker at a position, in the user's words."""
+    phase = position.phase
+    if phase is Phase.UPDATE and position.step < 0:
+        return "making the optimizer"
     return "the trial of the layers" if phase is Phase.SURVEY else phase.name.lower()
 
 
@@ -55,9 +58,10 @@ def location(failure: Failure) -> str:
 def describe(failure: Failure) -> str:
     """Return the message for the user: what failed, where, and the user's own traceback."""
     lines = [failure.message]
-    where, phase = location(failure), failure.position.phase
+    where, position = location(failure), failure.position
     if where and (failure.lacks_place or failure.cause not in (Cause.USAGE, Cause.EXIT)):
-        lines.append("  " + ("" if phase is Phase.STARTING else f"in {_activity(phase)}: ") + where)
+        is_starting = position.phase is Phase.STARTING
+        lines.append("  " + ("" if is_starting else f"in {_activity(position)}: ") + where)
     if failure.traceback:
         lines.append("\n" + failure.traceback.rstrip())
     return "\n".join(lines)
@@ -76,10 +80,10 @@ def standstill(member: Member, seconds: float, limit: float) -> str:
 
     Data that another process reads has no frames in the worker, whose log has its stack.
     """
-    phase, stack = member.beat.position.phase, member.beat.stack
+    position, stack = member.beat.position, member.beat.stack
     where = location(replace(member.failure(Cause.HUNG, ""), rank=-1))
-    at = ", ".join(filter(None, (_activity(phase), where)))
-    if not stack and phase is Phase.READING:
+    at = ", ".join(filter(None, (_activity(position), where)))
+    if not stack and position.phase is Phase.READING:
         stack = f"  logs/worker-{member.hello.rank}.log has the stack of the process that reads"
     text = (
         f"{member.full_name} has made no progress for {seconds:g} s "

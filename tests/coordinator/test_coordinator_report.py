@@ -102,8 +102,18 @@ def test_a_failure_of_the_users_code_has_location_and_traceback() -> None:
 @pytest.mark.parametrize("phase", set(Phase) - {Phase.STARTING})
 def test_the_phase_is_named(phase: Phase) -> None:
     shown = describe(Failure(Cause.LOST, "gone", 0, Position(phase), stage="stage 0"))
-    activity = "the trial of the layers" if phase is Phase.SURVEY else phase.name.lower()
+    before_a_step = {
+        Phase.SURVEY: "the trial of the layers",
+        Phase.UPDATE: "making the optimizer",
+    }
+    activity = before_a_step.get(phase, phase.name.lower())
     assert shown == f"gone\n  in {activity}: stage 0"
+
+
+def test_an_update_of_a_step_is_named() -> None:
+    update = Position(Phase.UPDATE, step=7)
+    shown = describe(Failure(Cause.USER, "gone", 0, update, stage="stage 0"))
+    assert shown == "gone\n  in update: stage 0, step 7"
 
 
 def test_unknown_parts_are_omitted() -> None:

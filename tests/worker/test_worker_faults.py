@@ -309,7 +309,7 @@ def test_a_mistake_of_one_stage_names_the_stage_and_no_layer(
 ) -> None:
     failure = job(tmp_path, source(**{name: f"def {name}(argument): {body}"}))
     assert failure is not None
-    assert describe(failure).splitlines()[1] == "  in update: stage 0"
+    assert describe(failure).splitlines()[1] == "  in making the optimizer: stage 0"
 
 
 @pytest.mark.parametrize(("recompute", "graphs"), [("always", "1 graph"), ("never", "2 graphs")])
