@@ -21,7 +21,8 @@ from support.processes.interpreter import MAXIMUM
 
 MODULES = (
     *("torch._dynamo", "zmq", "rich.progress", "safetensors.torch"),
-    *("cli", "launcher.local", "launcher.torchrun", "pipeworker.session.train"),
+    *("cli", "launcher.local", "launcher.torchrun", "launcher.foreground", "encodings.idna"),
+    *("pipeworker.session.train", "pipeworker.worker.process", "support.processes.forked"),
     *("pipeworker.coordinator.service", "pipeworker.host.agent"),
     *("pipeworker.worker.worker", "pipeworker.worker.hooks", "pipeworker.record.weights.export"),
     *("pipeworker.worker.model.survey_process", "pipeworker.worker.data.reader_process"),

@@ -112,19 +112,27 @@ def _take_over(request: Request) -> None:
         os.dup2(descriptor, target)
         os.close(descriptor)
     _attach_terminal()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the server handles it
+    if [*os.environ] != [*request.environment]:
+        os.environ.clear()
+    for name, value in request.environment.items():
+        if os.environ.get(name) != value:  # to set one copies a page of the server's memory
+            os.environ[name] = value
+    os.chdir(request.folder)
+    tempfile.tempdir = None
+    if np := sys.modules.get("numpy"):
+        np.random.seed()  # Python's own generator does so by itself
+    gc.enable()
+
+
+def reset_signals() -> None:
+    """Have the handlers and the mask of signals that a fresh interpreter has."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         with contextlib.suppress(OSError, ValueError):  # some are the C library's own
             ignored = number in _IGNORED
             signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    os.environ.clear()
-    os.environ.update(request.environment)
-    os.chdir(request.folder)
-    tempfile.tempdir = None
-    if np := sys.modules.get("numpy"):
-        np.random.seed()  # Python's own generator does so by itself
-    gc.enable()
 
 
 def take_terminal() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import importlib
 import json
@@ -27,10 +28,14 @@ import threading
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+import msgpack
+import torch
 
 import pipeworker
-from support.processes.interpreter import MAXIMUM, PRELOAD, Request, become
+from pipeworker.errors import ProtocolError, UsageError
+from support.processes.interpreter import MAXIMUM, PRELOAD, Request, become, reset_signals
 
 _HUGE = 1 << 21
 _MADV_COLLAPSE = 25
@@ -50,6 +55,8 @@ def warm_up(modules: list[str]) -> None:
         importlib.import_module(name)
     sys.path.remove(root)
     platform.platform()  # starts a program
+    if modules:
+        _rehearse()
     # At exit torch removes its operators from its tables, for 45 ms in each process, and reports
     # the times of compilations; no test needs either.
     if dynamo := sys.modules.get("torch._dynamo.utils"):
@@ -58,6 +65,29 @@ def warm_up(modules: list[str]) -> None:
         finalizer.detach()
     gc.freeze()
     _use_huge_pages()
+
+
+def _rehearse() -> None:
+    """Call what every process of a job calls, so that what it computes once and keeps is there.
+
+    Each fork would compute it anew, and copy the pages of memory that it changes.
+    """
+    from pipeworker.job.options import Options
+    from pipeworker.wire import codec, lines
+    from pipeworker.wire.messages.directions import FromWorker, ToWorker
+    from pipeworker.worker import torch_check
+
+    for event in get_args(lines.Line):
+        with contextlib.suppress(ProtocolError):
+            lines.decode(json.dumps([event.__name__, []]).encode())
+    for message in get_args(FromWorker) + get_args(ToWorker):
+        with contextlib.suppress(ProtocolError):
+            codec.decode(msgpack.packb([codec.VERSION, 0, message.__name__, []]))
+    with contextlib.suppress(UsageError):
+        Options.of(dict.fromkeys(field.name for field in dataclasses.fields(Options)))
+    torch_check.check()
+    with torch.profiler.record_function("rehearsal"):  # imports a module
+        pass
 
 
 def _use_huge_pages() -> None:
@@ -208,6 +238,7 @@ def main() -> None:
     listener = socket.socket(fileno=int(sys.argv[1]))
     address = listener.getsockname()
     warm_up(sys.argv[2:])
+    reset_signals()
     assert threading.active_count() == 1
     request = _Server(listener).serve()
     if request is not None:
