@@ -156,7 +156,7 @@ def slow_verdict(schedule: Schedule, capacity: int) -> LiveMicroBatches | str:
         return f"rejected: {error}"
 
 
-@settings(max_examples=draws(60), deadline=None)
+@settings(max_examples=draws(40), deadline=None)
 @given(st.integers(0, 2**48))
 def test_any_order_that_respects_all_needs_is_legal(seed: int) -> None:
     schedule = any_schedule(random.Random(seed))
@@ -165,7 +165,7 @@ def test_any_order_that_respects_all_needs_is_legal(seed: int) -> None:
     assert simulate(schedule, capacity=64).makespan > 0
 
 
-@settings(max_examples=draws(100), deadline=None)
+@settings(max_examples=draws(60), deadline=None)
 @given(seed=st.integers(0, 2**48), mutations=st.integers(1, 3), capacity=st.integers(1, 4))
 def test_the_fast_checker_agrees_with_the_slow_one(
     seed: int, mutations: int, capacity: int

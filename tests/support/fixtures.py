@@ -29,7 +29,7 @@ from support.real_jobs.torchrun import Torchrun
 # No deadline: a busy machine is no defect. An ordinary run draws the same examples each time, so
 # that it fails because of a change alone; with DRAWS, as every night, they are new ones.
 settings.register_profile(
-    "pipeworker", deadline=None, max_examples=draws(40), derandomize=FACTOR == 1
+    "pipeworker", deadline=None, max_examples=draws(25), derandomize=FACTOR == 1
 )
 settings.load_profile("pipeworker")
 

@@ -61,7 +61,7 @@ def evaluations(world: World) -> list[int]:
     return [evaluation.step for evaluation in of(world.script.effects, Evaluation)]
 
 
-@settings(max_examples=draws(60), deadline=None)
+@settings(max_examples=draws(40), deadline=None)
 @given(lives(replaceable=True), often(HARMLESS, ASKED, ODD, FATAL, FAILING))
 def test_invariants_hold_for_any_events(life: Life, happenings: list[Happening]) -> None:
     world = World(life, strict=False)
@@ -73,7 +73,7 @@ def test_invariants_hold_for_any_events(life: Life, happenings: list[Happening])
     world.check_replay()
 
 
-@settings(max_examples=draws(40), deadline=None)
+@settings(max_examples=draws(25), deadline=None)
 @given(lives(replaceable=True), often(HARMLESS, ASKED), ORDER)
 def test_without_a_fault_every_step_is_done(
     life: Life, happenings: list[Happening], order: list[int]
@@ -93,7 +93,7 @@ def test_without_a_fault_every_step_is_done(
     world.check_replay()
 
 
-@settings(max_examples=draws(40), deadline=None)
+@settings(max_examples=draws(25), deadline=None)
 @given(
     files(accumulate=2, replaceable=True, least=4),
     st.lists(st.tuples(st.integers(0, 20), LOSSES | LOSSES | ASKED), min_size=1, max_size=5),
@@ -127,7 +127,7 @@ def test_every_step_is_recorded_once_whichever_worker_is_lost(
     world.check_replay()
 
 
-@settings(max_examples=draws(25), deadline=None)
+@settings(max_examples=draws(16), deadline=None)
 @given(lives(replaceable=True), often(ASKED, FAILING), ORDER)
 def test_a_full_disk_fails_checkpoints_and_twice_in_a_row_the_job(
     life: Life, happenings: list[Happening], order: list[int]
@@ -164,7 +164,7 @@ def test_repeated_messages_count_once(life: Life, data: st.DataObject) -> None:
     assert evaluations(world) == life.evaluations
 
 
-@settings(max_examples=draws(30), deadline=None)
+@settings(max_examples=draws(20), deadline=None)
 @given(lives(), st.booleans(), st.integers(0, 60), ORDER)
 def test_a_checkpoint_changes_no_other_result(
     life: Life, alone: bool, moment: int, order: list[int]
@@ -200,7 +200,7 @@ def test_a_checkpoint_changes_no_other_result(
         assert over or last or final.state.step - before <= 1
 
 
-@settings(max_examples=draws(25), deadline=None)
+@settings(max_examples=draws(16), deadline=None)
 @given(
     loops(PLAIN),
     st.lists(st.tuples(st.integers(1, 9), st.sampled_from(PLAIN)), max_size=12),

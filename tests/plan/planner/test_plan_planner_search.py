@@ -28,7 +28,7 @@ from support.slow import slow
 KNOWN = [order for name, order in ORDERS.items() if not name.startswith("test-")]
 
 
-@settings(max_examples=draws(6))
+@settings(max_examples=draws(4))
 @given(facts=networks(), workers=st.integers(1, 4), microbatches=st.integers(1, 6))
 def test_no_known_order_is_faster_than_the_one_that_is_found(
     facts: NetworkFacts, workers: int, microbatches: int
@@ -43,7 +43,7 @@ def test_no_known_order_is_faster_than_the_one_that_is_found(
             assert found.step_seconds <= other.step_seconds * (1 + 1e-8)
 
 
-@settings(max_examples=draws(6))
+@settings(max_examples=draws(4))
 @given(
     facts=networks(),
     microbatches=st.integers(1, 6),

@@ -351,7 +351,7 @@ def _interpret(m: Any, inputs: Sequence[Tensor], steps: list[tuple[str, int, int
     return [values[-1], values[len(values) // 2]]
 
 
-@settings(max_examples=draws(30), deadline=None)
+@settings(max_examples=draws(20), deadline=None)
 @given(programs())
 def test_any_small_program_has_the_bits_of_the_whole(steps: list[tuple[str, int, int]]) -> None:
     torch.manual_seed(0)

@@ -101,7 +101,7 @@ def draw_orders(draw: st.DataObject, placement: Placement, microbatches: int) ->
     )
 
 
-@settings(max_examples=draws(20), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=draws(12), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_network_placement_and_order_equals_the_plain_loop(draw: st.DataObject) -> None:
     layers, skips = draw.draw(networks())

@@ -325,7 +325,7 @@ def test_skip_connections_stay_within_a_replica() -> None:
     assert_equal(found[1], found[0])
 
 
-@settings(max_examples=draws(10), deadline=None)
+@settings(max_examples=draws(6), deadline=None)
 @given(
     stages=st.integers(1, 3),
     replicas=st.integers(1, 4),

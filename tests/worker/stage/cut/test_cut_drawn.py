@@ -39,7 +39,7 @@ def test_a_drawn_module_has_its_own_bits_or_is_refused() -> None:
     outcomes: Counter[str] = Counter()
 
     @given(modules(), st.integers(0, 1 << 20))
-    @settings(max_examples=draws(8), suppress_health_check=[*HealthCheck], deadline=None)
+    @settings(max_examples=draws(6), suppress_health_check=[*HealthCheck], deadline=None)
     def train(module: Drawn, seed: int) -> None:
         torch.manual_seed(seed)
         batches = [(torch.randn(4, WIDTH), torch.randn(4, WIDTH)) for _ in range(2)]
