@@ -208,7 +208,7 @@ def describe_again(path: Path) -> None:
         manifest.write_text(json.dumps({k: v for k, v in content.items() if k != "crc32"}))
 
 
-@pytest.mark.parametrize("path", mostly_slow(FILES, 3), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", mostly_slow(FILES, 4), ids=lambda path: path.name)
 def test_anything_in_place_of_a_file(
     invoke: Callable[[str, Callable[[], object]], Result], path: Path
 ) -> None:
@@ -262,7 +262,7 @@ def replaced(value: Any, at: tuple[Any, ...]) -> Any:
     return copy
 
 
-@pytest.mark.parametrize("path", mostly_slow([*JSON, WEIGHTS[0]], 3), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", mostly_slow([*JSON, WEIGHTS[0]], 4), ids=lambda path: path.name)
 def test_any_value_in_place_of_another(
     invoke: Callable[[str, Callable[[], object]], Result], sound: Path, path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from pipeworker.errors import UsageError
 from pipeworker.job import file as job_file
 from pipeworker.job.file import JobFile
 from pipeworker.job.layers import entries
+from support.slow import slow
 
 GOOD = {
     "model": "def model(): return [nn.Linear(2, 2), nn.ReLU]",
@@ -159,8 +160,14 @@ def test_neighbours_of_the_target_of_a_link(tmp_path: Path, line: str) -> None:
     assert [*found] == ["job.py", "beside_target.py"]
 
 
-@pytest.mark.parametrize("name", ["cli", "plan", "worker", "launcher", "job", "wire"])
-@pytest.mark.parametrize("package", [True, False])
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        pytest.param(name, package, marks=slow if (number + package) % 2 else ())
+        for number, name in enumerate(["cli", "plan", "worker", "launcher", "job", "wire"])
+        for package in (True, False)
+    ],
+)
 def test_neighbours_named_like_our_modules_are_the_users(
     tmp_path: Path, name: str, package: bool
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 from support.processes.forked import Server
 from support.processes.nanobind import without_reports
 from support.real_jobs.jobs import Jobs, processes_of, until
-from support.slow import slow
+from support.slow import mostly_slow, slow
 
 LEAKS = """\
 starting 2 workers
@@ -92,7 +92,7 @@ def test_a_forked_script_has_the_surroundings_of_a_fresh_one(jobs: Jobs) -> None
     assert forked == fresh
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", mostly_slow(ENDS, 2))
 def test_a_forked_script_ends_as_a_fresh_one_does(jobs: Jobs, end: str) -> None:
     path = jobs.write(f"import os, signal, sys\n{end}\n", "folder/end.py")
     forked, fresh = (run_script(jobs, path, cold) for cold in (False, True))

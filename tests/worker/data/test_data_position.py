@@ -29,7 +29,7 @@ from support.in_process.data_sources import (
     round_trip,
     shuffled,
 )
-from support.slow import mostly_slow
+from support.slow import mostly_slow, slow
 
 Seen = list[tuple[int, torch.Tensor]]
 
@@ -58,7 +58,7 @@ def equal(seen: Seen, expected: Seen) -> bool:
     )
 
 
-@pytest.mark.parametrize("kind", mostly_slow(KINDS, 4))
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, 6))
 def test_a_reader_resumed_anywhere_reads_the_same(kind: str) -> None:
     make = KINDS[kind]
     uncut = reader(make)
@@ -111,8 +111,14 @@ class Late(Dataset[Any]):
         return x, x
 
 
-@pytest.mark.parametrize("number", [1, LENGTH - 1, LENGTH, LENGTH + 1, 2 * LENGTH])
-@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize(
+    ("number", "once"),
+    [
+        pytest.param(number, once, marks=slow if (turn + once) % 2 else ())
+        for turn, number in enumerate([1, LENGTH - 1, LENGTH, LENGTH + 1, 2 * LENGTH])
+        for once in (False, True)
+    ],
+)
 def test_items_resume_with_a_generator_that_the_first_of_them_makes(
     number: int, once: bool
 ) -> None:

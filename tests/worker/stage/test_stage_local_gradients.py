@@ -13,6 +13,7 @@ from pipeworker.host.position import Tracker
 from pipeworker.worker.stage.layers import StageConfig
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.stage import Stage
+from support.slow import slow
 
 WIDTH, COUNT = 3, 4
 
@@ -86,9 +87,15 @@ def microbatch(number: int, *, recompute: bool = False, split: bool = False) -> 
     return mb
 
 
-@pytest.mark.parametrize("make", [lambda: Local(2), lambda: Local(2, 3, 4), AtTimes])
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("recompute", [(), (0, 2), (0, 1, 2, 3)])
+@pytest.mark.parametrize(
+    ("make", "split", "recompute"),
+    [
+        pytest.param(make, split, recompute, marks=slow if (number + turn + split) % 3 else ())
+        for number, make in enumerate([lambda: Local(2), lambda: Local(2, 3, 4), AtTimes])
+        for split in (False, True)
+        for turn, recompute in enumerate([(), (0, 2), (0, 1, 2, 3)])
+    ],
+)
 def test_gradients_are_those_of_the_plain_loop(
     recompute: Sequence[int], split: bool, make: Callable[[], Local]
 ) -> None:

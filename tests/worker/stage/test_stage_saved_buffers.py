@@ -218,33 +218,22 @@ def inputs(step: int) -> Sequence[torch.Tensor]:
     return torch.randn(4, 5, WIDTH, generator=generator).unbind()
 
 
-@pytest.mark.parametrize(
-    ("offload", "recompute"),
-    [
-        *((False, (0, 2)), (True, ())),
-        *(
-            pytest.param(*case, marks=slow)
-            for case in (
-                *((True, (0, 2)), (False, ())),
-                *((offload, modes) for offload in (False, True) for modes in ((0,), (1, 2, 3))),
-            )
-        ),
-    ],
+WAYS = (
+    *((False, (0, 2)), (True, ()), (True, (0, 2)), (False, ())),
+    *((offload, modes) for offload in (False, True) for modes in ((0,), (1, 2, 3))),
 )
+KINDS = (
+    *(Scale, Untraced, AtTimes, Attribute, Shared, OnContext, Directional, Renorm, Switching),
+    *(SwitchingOnce, Thawing),
+)
+
+
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "offload", "recompute"),
     [
-        Scale,
-        Untraced,
-        AtTimes,
-        Attribute,
-        Shared,
-        OnContext,
-        Directional,
-        Renorm,
-        Switching,
-        SwitchingOnce,
-        Thawing,
+        pytest.param(kind, *way, marks=() if turn == number % 2 else slow)
+        for number, kind in enumerate(KINDS)
+        for turn, way in enumerate(WAYS)
     ],
 )
 def test_gradients_are_those_of_the_plain_loop(

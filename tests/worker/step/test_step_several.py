@@ -374,8 +374,16 @@ def with_views(of: Callable[[torch.Tensor], torch.Tensor], inplace: bool) -> lis
     ]
 
 
-@pytest.mark.parametrize("recompute", ["always", "never"])
-@pytest.mark.parametrize("placement", [Placement.identity(3), LOOPED], ids=str)
+@pytest.mark.parametrize(
+    ("placement", "recompute"),
+    [
+        (Placement.identity(3), "always"),
+        (LOOPED, "never"),
+        pytest.param(Placement.identity(3), "never", marks=slow),
+        pytest.param(LOOPED, "always", marks=slow),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("of", "inplace"),
     [(lambda h: h[:, :3], True), (lambda h: h[:, :3], False), (lambda h: h[:, :3].clone(), True)],

@@ -192,7 +192,11 @@ class Grows(nn.Module):
         return x * self.weight if x.sum() > 0 else x * 1
 
 
-@pytest.mark.parametrize("make", [Grows, lambda: Layer(lambda x: x)], ids=["sometimes", "never"])
+@pytest.mark.parametrize(
+    "make",
+    [Grows, pytest.param(lambda: Layer(lambda x: x), marks=slow)],
+    ids=["sometimes", "never"],
+)
 def test_stages_without_weight_gradients_to_defer(make: Callable[[], nn.Module]) -> None:
     layers = [nn.Identity(), nn.Linear(6, 6), make(), nn.Linear(6, 2), nn.Tanh()]
     check(layers, data(8, 8), recompute=[never, always])

@@ -19,6 +19,7 @@ from pipeworker.host.task_thread import TaskThread
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.frame import MAX_POSTED, MAX_TENSORS
 from support.in_process.channels import HEADER, LINKS, Channel
+from support.slow import slow
 
 
 @pytest.fixture(autouse=True, params=LINKS)
@@ -357,7 +358,15 @@ def test_more_tensors_than_a_frame_has_are_refused() -> None:
         channel.step([[*many, torch.zeros(1)]])
 
 
-@pytest.mark.parametrize("count", [MAX_POSTED, MAX_POSTED + 1, MAX_TENSORS])
+@pytest.mark.parametrize(
+    ("_link", "count"),
+    [
+        pytest.param(link, count, marks=slow if number and count == MAX_TENSORS else ())
+        for number, link in enumerate(LINKS)
+        for count in (MAX_POSTED, MAX_POSTED + 1, MAX_TENSORS)
+    ],
+    indirect=["_link"],
+)
 def test_all_tensors_of_a_frame_arrive(count: int) -> None:
     """A large frame is described each time, and its receives are posted some at a time."""
     channel = Channel()

@@ -16,6 +16,7 @@ from pipeworker.worker.transport.links.link import Lane, Link, Pending, TwoLanes
 from support.devices.mapped import HostTensors, MappedDevice
 from support.devices.nccl import NcclDevice
 from support.in_process.transport import FORTH, MemoryLink, StrictLane, connect_all, two_lanes
+from support.slow import mostly_slow
 
 Ends = tuple[Link, Link]
 
@@ -99,7 +100,8 @@ def test_lanes_are_the_same_objects_each_time(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float64, torch.complex64]
+    "dtype",
+    mostly_slow([torch.bool, torch.int64, torch.bfloat16, torch.float64, torch.complex64], 2),
 )
 def test_every_bit_arrives(lanes: tuple[Lane, Lane], dtype: torch.dtype) -> None:
     source, target = lanes

@@ -24,7 +24,7 @@ from support.in_process.cut_modules import (
 )
 from support.in_process.pipelines import MODES
 from support.in_process.plain_loop import assert_equal, plain
-from support.slow import slow
+from support.slow import mostly_slow, slow
 
 WORDS = 11
 
@@ -198,7 +198,7 @@ TIED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Iterator[Any]], Any]
 }
 
 
-@pytest.mark.parametrize("name", TIED)
+@pytest.mark.parametrize("name", mostly_slow(["repeated", "head"], 2))
 def test_a_parameter_of_several_layers_is_equal_for_any_number_of_stages(name: str) -> None:
     make, batches, loss = TIED[name]
     torch.manual_seed(3)
@@ -213,7 +213,7 @@ def test_a_parameter_of_several_layers_is_equal_for_any_number_of_stages(name: s
         assert losses == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", TIED)
+@pytest.mark.parametrize("name", mostly_slow(["head", "repeated"], 2))
 def test_with_one_micro_batch_a_parameter_of_several_layers_equals_the_plain_loop(
     name: str,
 ) -> None:

@@ -21,6 +21,7 @@ from pipeworker.errors import UsageError
 from pipeworker.worker.stage.cut.common import CommonVariables
 from pipeworker.worker.stage.cut.part import plan_of
 from pipeworker.worker.transport.structure import NO_TYPES
+from support.slow import mostly_slow
 
 WIDTH = 8
 
@@ -244,12 +245,15 @@ _EXPANDED, _READ_ONLY = _BASE.expand(3, 4), np.broadcast_to(_NOTES, (3, 4))
 
 @pytest.mark.parametrize(
     "leaves",
-    [
-        lambda: _BASE.add_(1.0),
-        lambda: _NOTES.__iadd__(1.0),
-        lambda: setattr(_SLOTTED, "own", _SLOTTED.own + 1),
-        lambda: next(_IDS),
-    ],
+    mostly_slow(
+        [
+            lambda: _BASE.add_(1.0),
+            lambda: _NOTES.__iadd__(1.0),
+            lambda: setattr(_SLOTTED, "own", _SLOTTED.own + 1),
+            lambda: next(_IDS),
+        ],
+        2,
+    ),
 )
 def test_what_units_leave_within_a_global_variable_and_do_not_use_is_no_reason_to_refuse(
     leaves: Any,

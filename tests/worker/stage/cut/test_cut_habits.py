@@ -274,7 +274,7 @@ class Watched(nn.Module):
             partial(Strided, looks=False),
             partial(Strided, looks=True),
         ],
-        2,
+        3,
     ),
 )
 def test_a_module_with_a_habit_equals_its_own_forward(make: Callable[[], nn.Module]) -> None:
@@ -323,7 +323,7 @@ def test_a_unit_that_needs_numbers_may_have_another_unit() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("norm", ["weight_norm", "spectral_norm"])
+@pytest.mark.parametrize("norm", mostly_slow(["spectral_norm", "weight_norm"], 2))
 def test_a_deprecated_norm_of_weights_equals_its_own_forward(norm: str) -> None:
     """torch copies no module with it: the weight is an attribute with a graph."""
 
