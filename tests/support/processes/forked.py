@@ -12,24 +12,31 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from support.processes.interpreter import MAXIMUM
 
+LIGHT_MODULES = (
+    *("zmq", "rich.progress", "encodings.idna", "support.processes.forked"),
+    *("cli", "launcher.local", "launcher.torchrun", "launcher.foreground"),
+    "pipeworker.coordinator.service",
+)
+"""The modules of launchers and coordinators, which never import torch."""
 MODULES = (
-    *("torch._dynamo", "zmq", "rich.progress", "safetensors.torch"),
-    *("cli", "launcher.local", "launcher.torchrun", "launcher.foreground", "encodings.idna"),
-    *("pipeworker.session.train", "pipeworker.worker.process", "support.processes.forked"),
-    *("pipeworker.coordinator.service", "pipeworker.host.agent"),
+    *LIGHT_MODULES,
+    *("torch._dynamo", "safetensors.torch", "pipeworker.session.train"),
+    *("pipeworker.host.agent", "pipeworker.worker.process"),
     *("pipeworker.worker.worker", "pipeworker.worker.hooks", "pipeworker.record.weights.export"),
     *("pipeworker.worker.model.survey_process", "pipeworker.worker.data.reader_process"),
 )
 """The modules of the tests' processes, which the server imports once."""
 MODULE = "support.processes.server"
 """The module that the server runs."""
+_LIGHT = b"-light"
+"""The end of the address of a server that has not imported torch: its forks cost a third."""
 _TESTS = Path(__file__).parents[2]
 _PATIENCE = 120.0
 """The seconds within which the server must have imported its modules."""
@@ -85,7 +92,7 @@ class Forked:
             "bound": bound,
             "namespace": namespace or (_entered[0][0] if _entered else ""),
         }
-        self._connection = _connect(server)
+        self._connection = _connect_for(command, server)
         data = json.dumps(request).encode()
         assert len(data) < MAXIMUM
         socket.send_fds(self._connection, [data], [child_end for _, child_end in ends])
@@ -208,6 +215,15 @@ def _connect(address: bytes) -> socket.socket:
     return connection
 
 
+def _connect_for(command: list[str], server: bytes) -> socket.socket:
+    """Connect to the server that forks a command: to the light one if that never imports torch."""
+    usual = server.removesuffix(_LIGHT)
+    if _name(command) == "coordinator" or command[1:4] == ["-m", "pipeworker", "launch"]:
+        with suppress(ConnectionRefusedError):  # a server that is not warm is alone
+            return _connect(usual + _LIGHT)
+    return _connect(usual)
+
+
 def enter(namespace: str) -> None:
     """Move this thread, and processes it starts, into a network namespace (``ip netns``).
 
@@ -247,9 +263,10 @@ def _home() -> Iterator[None]:
 
 
 class Server:
-    """The server of a test run, which the first of its processes that needs it starts.
+    """The servers of a test run, which the first of its processes that needs them starts.
 
-    Its socket has an abstract name, in no folder, so that no end of the run leaves a file.
+    One of them is light: it forks what never imports torch. Their sockets have abstract names, in
+    no folder, so that no end of the run leaves a file.
 
     Args:
         run: a name; processes that use the same name share a server.
@@ -257,8 +274,26 @@ class Server:
     """
 
     def __init__(self, run: str, *, warm: bool = True) -> None:
-        self._modules = MODULES if warm else ()
         self.address = f"\0pipeworker-tests-{run}".encode()
+        self._light = _Lease(self.address + _LIGHT, LIGHT_MODULES) if warm else None
+        self._lease = _Lease(self.address, MODULES if warm else ())
+        self.pid = self._lease.pid
+
+    def start(self, command: list[str], **options: Any) -> Forked:
+        """Run a Python command line; options are those of :class:`Forked`."""
+        return Forked(self.address, command, **options)
+
+    def close(self) -> None:
+        """Return the leases; a server ends with its last one."""
+        for lease in filter(None, (self._light, self._lease)):
+            lease.close()
+
+
+class _Lease:
+    """A lease on a server, which is started if there is none."""
+
+    def __init__(self, address: bytes, modules: Sequence[str]) -> None:
+        self._address, self._modules = address, modules
         self._process: subprocess.Popen[bytes] | None = None
         for _ in range(3):
             if self._join():
@@ -269,17 +304,17 @@ class Server:
     def _join(self) -> bool:
         """Take a lease on a server; return False if there is none, or it has just ended."""
         try:
-            self._lease = _connect(self.address)
+            self._connection = _connect(self._address)
         except ConnectionRefusedError:
             return False
-        self._lease.settimeout(_PATIENCE)
+        self._connection.settimeout(_PATIENCE)
         try:
-            self._lease.send(b'{"lease": true}')
-            reply = self._lease.recv(4096)
+            self._connection.send(b'{"lease": true}')
+            reply = self._connection.recv(4096)
         except ConnectionError:
             reply = b""
         if not reply:
-            self._lease.close()
+            self._connection.close()
             return False
         self.pid = json.loads(reply)["pid"]
         return True
@@ -287,7 +322,7 @@ class Server:
     def _launch(self) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             try:
-                listener.bind(self.address)
+                listener.bind(self._address)
             except OSError:
                 return  # another process has just started one
             listener.listen(128)
@@ -300,10 +335,5 @@ class Server:
                 start_new_session=True,
             )
 
-    def start(self, command: list[str], **options: Any) -> Forked:
-        """Run a Python command line; options are those of :class:`Forked`."""
-        return Forked(self.address, command, **options)
-
     def close(self) -> None:
-        """Return the lease; the server ends with its last one."""
-        self._lease.close()
+        self._connection.close()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import dataclasses
 import gc
 import importlib
@@ -31,14 +30,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 import msgpack
-import torch
 
 import pipeworker
 from pipeworker.errors import ProtocolError, UsageError
+from support.processes.huge_pages import use_huge_pages
 from support.processes.interpreter import MAXIMUM, PRELOAD, Request, become, reset_signals
 
-_HUGE = 1 << 21
-_MADV_COLLAPSE = 25
 _FIRST_LEASE = 60.0
 """Seconds until the first lease; after that its client has been killed."""
 
@@ -64,7 +61,7 @@ def warm_up(modules: list[str]) -> None:
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.detach()
     gc.freeze()
-    _use_huge_pages()
+    use_huge_pages()
 
 
 def _rehearse() -> None:
@@ -75,7 +72,6 @@ def _rehearse() -> None:
     from pipeworker.job.options import Options
     from pipeworker.wire import codec, lines
     from pipeworker.wire.messages.directions import FromWorker, ToWorker
-    from pipeworker.worker import torch_check
 
     for event in get_args(lines.Line):
         with contextlib.suppress(ProtocolError):
@@ -85,23 +81,18 @@ def _rehearse() -> None:
             codec.decode(msgpack.packb([codec.VERSION, 0, message.__name__, []]))
     with contextlib.suppress(UsageError):
         Options.of(dict.fromkeys(field.name for field in dataclasses.fields(Options)))
+    if "torch" in sys.modules:
+        _rehearse_torch()
+
+
+def _rehearse_torch() -> None:
+    import torch
+
+    from pipeworker.worker import torch_check
+
     torch_check.check()
     with torch.profiler.record_function("rehearsal"):  # imports a module
         pass
-
-
-def _use_huge_pages() -> None:
-    """Move the private memory to huge pages, whose tables a fork copies in a tenth of the time.
-
-    A kernel before Linux 6.1 refuses that; then forks take longer.
-    """
-    madvise = ctypes.CDLL(None).madvise
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, access, *_, name = [*line.split(maxsplit=5), ""][:6]
-        if "w" in access and name in ("", "[heap]"):
-            begin, end = (int(address, 16) for address in addresses.split("-"))
-            for page in range(-(-begin // _HUGE) * _HUGE, end - _HUGE + 1, _HUGE):
-                madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE), _MADV_COLLAPSE)
 
 
 @dataclass
