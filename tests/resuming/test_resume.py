@@ -167,7 +167,9 @@ def test_a_signal_saves_a_checkpoint_and_no_later_step_is_lost(
 
 
 @pytest.mark.parametrize("stages", ["1", pytest.param("3", marks=slow)])
-def test_a_signal_does_not_wait_for_an_evaluation(jobs: Jobs, stages: str) -> None:
+def test_a_signal_does_not_wait_for_an_evaluation(
+    jobs: Jobs, reference: Reference, stages: str
+) -> None:
     """The pass of the interrupted run has no end; the resumed run begins with a whole one."""
     source = RICH.replace(
         """def evaluation():
@@ -183,7 +185,7 @@ def test_a_signal_does_not_wait_for_an_evaluation(jobs: Jobs, stages: str) -> No
     )
     assert source != RICH
     (jobs.folder / "endless").touch()
-    words = ("--stages", stages, *WORDS, "--steps", "5")
+    words = ("--stages", stages, *WORDS, "--steps", "7")
     process, path = jobs.start(*words, "--", "held", source=source)
     (jobs.folder / "go").touch()
     until((jobs.folder / "begun").exists)
@@ -195,7 +197,7 @@ def test_a_signal_does_not_wait_for_an_evaluation(jobs: Jobs, stages: str) -> No
     assert not (path / "evaluation.jsonl").exists()
     done = resumed(jobs, Run(path, 130, stdout, stderr), "--stages", "2")
     assert done.status == 0, done.stderr
-    whole = jobs.train("--stages", "1", *words[2:], source=source)
+    whole = reference(*WHOLE, source=RICH)
     assert_same(done, whole)
     rows = [(run.path / "evaluation.jsonl").read_text() for run in (done, whole)]
     assert rows[0] == rows[1]

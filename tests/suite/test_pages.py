@@ -20,7 +20,7 @@ PLANNED = ("README.md", "bubble.md", "schedule-file.md", "records.md")
 LONG = (
     *("bubble.md", "coming-from.md", "data.md", "fine-tuning.md", "hooks.md", "notebooks.md"),
     *("debugging.md", "job-file.md", "many-machines.md"),
-    *("own-loop.md", "records.md", "unattended.md"),
+    *("own-loop.md", "plan.md", "records.md", "unattended.md"),
 )
 """Pages whose commands take seconds of CPU, or start interpreters of their own."""
 README = ROOT / "README.md"
