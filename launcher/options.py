@@ -239,7 +239,8 @@ JOB_PARAMETERS: list[click.Parameter] = [
         ),
         _of(
             "checkpoint_busy",
-            "What to do with a checkpoint that is due while another one is being written.",
+            "What to do with a checkpoint that is due while earlier ones are being written. "
+            "[default: wait with steps between checkpoints, skip with time]",
             click.Choice(CHECKPOINT_BUSY),
         ),
         _of("keep", "Number of checkpoints to keep."),

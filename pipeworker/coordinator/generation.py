@@ -282,8 +282,7 @@ class Generation(FactFinding):
         if due.can_save and (complete or is_completing):
             self.progress.save_requested = False
         save_due = due.can_save and not saved and (due.is_best or self.save_is_due(now))
-        full = due.is_best and self.snapshots.checkpoint_slot is None  # it must not be skipped
-        blocks = stops or self.loop.finished or (save_due and (full or self.save_blocks))
+        blocks = stops or self.loop.finished or (save_due and self.save_blocks(due))
         if due.must_save or (blocks and not complete):
             return self.save(due, now)
         command = self.loop.next(now)

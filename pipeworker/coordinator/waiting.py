@@ -152,14 +152,17 @@ class Waiting:
         placement = self.placement
         return placement.ranks if self.options.shard_optimizer else placement.workers
 
-    @property
-    def save_blocks(self) -> bool:
-        """Whether training waits for a checkpoint that is due.
+    def save_blocks(self, due: Due) -> bool:
+        """Return whether training waits for a checkpoint that is due, rather than skipping it.
 
         It always does with a loop of the user's own, which may change weights between two calls.
         """
-        busy = bool(self.snapshots.writing) and self.options.checkpoint_busy == "wait"
-        return busy or self.options.own_loop
+        if self.options.own_loop:
+            return True
+        if self.snapshots.checkpoint_slot is not None:
+            return False
+        waits = self.options.waits_for_checkpoints and bool(self.snapshots.writing)
+        return due.is_best or waits
 
     def save_is_due(self, now: float) -> bool:
         """Return whether a checkpoint was requested, or it is time for the next one."""

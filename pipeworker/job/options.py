@@ -94,6 +94,7 @@ class Options:
         best: figure of evaluation passes by which the best checkpoint is kept, as ``max:accuracy``.
         patience: evaluation passes without a better one after which the job ends; None for any.
         checkpoint_every: steps or time between checkpoints, as ``30m``; ``end``: only at the end.
+        checkpoint_busy: None for ``wait`` with steps between checkpoints, for ``skip`` with time.
         wandb, mlflow: the project, or the experiment, to which rows are sent.
         metrics_port: where Prometheus asks for figures.
         init_from: absolute path of the weights that training begins with.
@@ -133,7 +134,7 @@ class Options:
     stop_on_nan: bool = False
     worker_timeout: float = 60.0
     checkpoint_every: str = "30m"
-    checkpoint_busy: str = "skip"
+    checkpoint_busy: str | None = None
     keep: int = 2
     best: str = BEST
     patience: int | None = None
@@ -201,8 +202,9 @@ class Options:
             must = f"must be {_LONGEST_TIMEOUT} seconds or less"
             raise UsageError(f"--worker-timeout {self.worker_timeout:g}: {must}")
         for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                option = f"{written(name)} {getattr(self, name)}"
+            value = getattr(self, name)
+            if value not in known and value is not None:
+                option = f"{written(name)} {value}"
                 raise UsageError(f"{option}: must be one of {', '.join(known)}")
         if self.profiled and self.steps is not None and self.profiled[0] > self.steps:
             raise UsageError(f"--profile {self.profile_steps}: the run ends with step {self.steps}")
@@ -279,6 +281,13 @@ class Options:
         if text.is_text(self.schedule):
             changed |= {"schedule": DEFAULT_SCHEDULE, "virtual_stages": None}
         return dataclasses.replace(self, **changed)
+
+    @property
+    def waits_for_checkpoints(self) -> bool:
+        """Whether a checkpoint that is due is written, however long earlier ones take."""
+        if self.checkpoint_busy is None:
+            return Interval.parse(self.checkpoint_every).steps > 0
+        return self.checkpoint_busy == "wait"
 
     @property
     def redundant(self) -> bool:

@@ -275,7 +275,7 @@ def test_every_checkpoint_has_the_loss_scale() -> None:
 
 
 def test_a_periodic_checkpoint_without_a_free_slot_is_skipped() -> None:
-    job = ScriptedJob(2, steps=9, checkpoint_every="1").running()
+    job = ScriptedJob(2, steps=9, checkpoint_every="1", checkpoint_busy="skip").running()
     assert copies(job.step(1)) == [BESIDE] * 2
     effects = job.step(2)
     assert (copies(effects), job.state()) == ([], State.STEPPING)
@@ -301,7 +301,7 @@ def test_a_requested_checkpoint_waits_for_a_free_slot() -> None:
 
 def test_with_two_slots_two_checkpoints_may_be_written() -> None:
     """Both are complete copies; there is no slot for a third."""
-    job = replaceable_job(checkpoint_every="1").running()
+    job = replaceable_job(checkpoint_every="1", checkpoint_busy="skip").running()
     for step, slot in ((1, 0), (2, 1)):
         assert copies(job.step(step)) == [Copy(step, slot, save=True)] * 2
     assert copies(job.step(3)) == []
@@ -311,8 +311,9 @@ def test_with_two_slots_two_checkpoints_may_be_written() -> None:
     assert job.saved(4) == [commit(4)]
 
 
-def test_with_checkpoint_busy_wait_the_loop_waits() -> None:
-    job = ScriptedJob(2, steps=9, checkpoint_every="1", checkpoint_busy="wait").running()
+@pytest.mark.parametrize("busy", ["wait", None])
+def test_with_checkpoint_busy_wait_the_loop_waits(busy: str | None) -> None:
+    job = ScriptedJob(2, steps=9, checkpoint_every="1", checkpoint_busy=busy).running()
     assert copies(job.step(1)) == [BESIDE] * 2
     assert saves(job.step(2)) == [Advance(Save(2), Update(2))] * 2
     assert job.state() is State.SAVING
@@ -324,6 +325,14 @@ def test_with_checkpoint_busy_wait_the_loop_waits() -> None:
     job.checkpoint_committed(2)
     assert [run.step for run in job.runs(0)] == [1, 2, 3]
     assert copies(job.step(3)) == [Copy(3, 0, save=True)] * 2  # nothing is being written
+
+
+def test_with_time_between_checkpoints_one_is_skipped() -> None:
+    job = ScriptedJob(2, steps=9, checkpoint_every="1s").running()
+    job.now += 1.0
+    assert copies(job.step(1)) == [BESIDE] * 2
+    job.now += 1.0
+    assert (copies(job.step(2)), job.state()) == ([], State.STEPPING)
 
 
 # Interrupts.

@@ -92,7 +92,7 @@ def test_a_copy_that_one_worker_cannot_make_is_no_snapshot() -> None:
 
 
 def test_a_slot_that_is_being_written_is_not_reused() -> None:
-    job = replaceable_job(checkpoint_every="2").running()
+    job = replaceable_job(checkpoint_every="2", checkpoint_busy="skip").running()
     copied(job, 1)
     assert copied(job, 2) == Copy(2, 1, save=True)
     assert copied(job, 3) == Copy(3, 0)
@@ -148,14 +148,14 @@ def test_a_slot_used_by_a_checkpoint_holds_no_earlier_copy() -> None:
     """The unfinished copy is completed and then overwritten."""
     job = replaceable_job(checkpoint_every="1", checkpoint_busy="wait").running()
     assert copied(job, 1) == Copy(1, 0, save=True)
-    copied(job, 2, -1, -1)
-    assert [advance.next for advance in saves(job.effects)] == [Save(2, 0)] * 2
-    job.saved(1)
-    job.saved(2)
-    job.checkpoint_committed(1)
-    job.checkpoint_committed(2)
+    assert copied(job, 2, -1, -1) == Copy(2, 1, save=True)
+    copied(job, 3, -1, -1)
+    assert [advance.next for advance in saves(job.effects)] == [Save(3, 0)] * 2
+    for step in (1, 2, 3):
+        job.saved(step)
+        job.checkpoint_committed(step)
     assert job.state() is State.STEPPING
-    copied(job, 3, 1, 1)
+    copied(job, 4, 1, 1)
     assert of(job.effects, Snapshot) == []
 
 
