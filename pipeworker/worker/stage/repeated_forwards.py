@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pipeworker.errors import UsageError
-from pipeworker.worker.internals import BatchNorm, buffers_of
+from pipeworker.worker.internals import BatchNorm, buffers_of, version_of
 from pipeworker.worker.stage.recompute import set_recomputing
 from pipeworker.worker.stage.slots import Copies, Slot, copy_of, get_slot, set_slot
 from pipeworker.worker.stage.values import checksums, is_checked
@@ -71,7 +72,11 @@ class RepeatedForwards:
             handle.remove()
             set_recomputing(value=False)
             for slot, value in statistics.items():
+                now = get_slot(slot)
                 set_slot(slot, value)
+                if value is not None and slot[0] not in self._seen and version_of(now):
+                    with torch.no_grad():
+                        value.copy_(now)  # a hook on the backward has changed it
         for (module, key), numbers in before.items():
             if checksums(get_slot((module, key))) != numbers:
                 raise UsageError(

@@ -101,6 +101,26 @@ class LeavesNorm(nn.Linear):
         self.register_full_backward_hook(lambda *found: self.size.add_(found[2][0].norm()) and None)
 
 
+class Counting(nn.BatchNorm1d):
+    """Counts its backwards in its statistics, which no forward in training reads."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+        self.register_full_backward_hook(Counting.count)  # type: ignore[arg-type]
+
+    def count(self, *_: Any) -> None:
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(100)
+
+
+def test_what_a_hook_leaves_in_a_batch_norm_remains() -> None:
+    layers = [nn.Linear(6, 6), Counting(), Checkpointed(norm()), nn.Linear(6, 2)]
+    pipeline = Pipeline(layers, mse, data(8, 8), TWO, microbatches=4)
+    pipeline.train(2)
+    (counting,) = (one for one in pipeline.layers if isinstance(one, Counting))
+    assert counting.num_batches_tracked == 2 * 4 * (1 + 100)
+
+
 @pytest.mark.parametrize("inner", [norm(track_running_stats=False), norm().eval(), nn.Dropout(0.3)])
 def test_what_leaves_no_buffer_changed_trains(inner: nn.Module) -> None:
     layers = [nn.Linear(6, 6), LeavesNorm(), Checkpointed(inner), nn.Linear(6, 2)]
