@@ -49,16 +49,9 @@ def pytest_collection() -> Iterator[None]:
             gc.enable()
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Exempt all that is imported from garbage collection, which some tests do many times.
-
-    In a run of many tests, hundreds fork this process.
-    """
+def pytest_collection_finish() -> None:
+    """Exempt all that is imported from garbage collection, which some tests do many times."""
     gc.freeze()
-    if hasattr(session.config, "workerinput"):
-        from support.processes.huge_pages import use_huge_pages
-
-        use_huge_pages()
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
