@@ -22,14 +22,16 @@ from pipeworker.worker.stage.values import checksums, is_checked
 
 _WATCHED = 64
 """The number of first backwards that are checked; see :func:`is_checked` for the later ones."""
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""The buffers of a batch norm, which a class of the user's own may have others beside."""
 
 
 class RepeatedForwards:
     """The forwards of a stage's modules that run inside its backwards.
 
     Batch norms have copies of their statistics there, which do not enter what they compute in
-    training: in the backwards that are checked all of them, else those that ran in one before. The
-    backward of a module that has other buffers may depend on them, so their change is an error.
+    training: in the backwards that are checked all of them, else those that ran in one before. A
+    backward may depend on other buffers, so their change is an error.
     What a hook on the backward leaves in a buffer of a module without a forward there is no such
     change.
 
@@ -59,9 +61,14 @@ class RepeatedForwards:
             for norm in self._norms
             if is_due or norm in self._seen
             for slot in _slots(norm)
+            if slot[1] in _STATISTICS
         }
-        others = [one for one in self._seen if is_due and one not in self._norms]
-        before = {slot: checksums(get_slot(slot)) for one in others for slot in _slots(one)}
+        before = {
+            slot: checksums(get_slot(slot))
+            for one in (self._seen if is_due else ())
+            for slot in _slots(one)
+            if slot not in statistics
+        }
         copies: Copies = {}
         for slot, value in statistics.items():
             set_slot(slot, copy_of(value, copies))
