@@ -31,9 +31,8 @@ class RepeatedForwards:
 
     Batch norms have copies of their statistics there, which do not enter what they compute in
     training: in the backwards that are checked all of them, else those that ran in one before. A
-    backward may depend on other buffers, so their change is an error.
-    What a hook on the backward leaves in a buffer of a module without a forward there is no such
-    change.
+    backward may depend on other buffers, so their change is an error. What a hook on the backward
+    leaves in a buffer of a module without a forward there is no such change.
 
     Args:
         layers: the layers of the stage.
