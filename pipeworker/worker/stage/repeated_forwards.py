@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pipeworker.errors import UsageError
-from pipeworker.worker.internals import BatchNorm, buffers_of, version_of
+from pipeworker.worker.internals import BatchNorm, buffers_of, has_backward_hooks
 from pipeworker.worker.stage.recompute import set_recomputing
 from pipeworker.worker.stage.slots import Copies, Slot, copy_of, get_slot, set_slot
 from pipeworker.worker.stage.values import checksums, is_checked
@@ -32,7 +32,9 @@ class RepeatedForwards:
     Batch norms have copies of their statistics there, which do not enter what they compute in
     training: in the backwards that are checked all of them, else those that ran in one before. A
     backward may depend on other buffers, so their change is an error. What a hook on the backward
-    leaves in a buffer of a module without a forward there is no such change.
+    leaves in a buffer of a module without a forward there is no such change. A forward of a batch
+    norm may also be no call of the module, as in compiled code or by ``F.batch_norm``: the change
+    of its statistics shows it, unless the module has hooks on its backward.
 
     Args:
         layers: the layers of the stage.
@@ -69,6 +71,7 @@ class RepeatedForwards:
             if slot not in statistics
         }
         copies: Copies = {}
+        unseen: list[nn.Module] = []
         for slot, value in statistics.items():
             set_slot(slot, copy_of(value, copies))
         handle = register_module_forward_pre_hook(self._note)
@@ -80,9 +83,14 @@ class RepeatedForwards:
             for slot, value in statistics.items():
                 now = get_slot(slot)
                 set_slot(slot, value)
-                if value is not None and slot[0] not in self._seen and version_of(now):
+                if slot[0] in self._seen or value is None or torch.equal(now, value):
+                    continue
+                if has_backward_hooks(slot[0]):
                     with torch.no_grad():
                         value.copy_(now)  # a hook on the backward has changed it
+                else:
+                    unseen.append(slot[0])
+            self._seen |= dict.fromkeys(unseen)
         for (module, key), numbers in before.items():
             if checksums(get_slot((module, key))) != numbers:
                 raise UsageError(

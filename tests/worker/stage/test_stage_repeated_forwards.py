@@ -127,3 +127,37 @@ def test_what_leaves_no_buffer_changed_trains(inner: nn.Module) -> None:
     batches = data(8, 8)
     expected = plain(copy.deepcopy(layers), mse, batches, 4)
     assert_equal(Pipeline(layers, mse, batches, TWO, microbatches=4).train(2), expected)
+
+
+class Functional(nn.Module):
+    """Normalizes without a call of the module that has the statistics."""
+
+    def __init__(self, *, repeats: bool) -> None:
+        super().__init__()
+        self.norm, self.repeats = nn.BatchNorm1d(6), repeats
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        mean, variance = self.norm.running_mean, self.norm.running_var
+        return nn.functional.batch_norm(x, mean, variance, training=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.repeats:
+            return self.part(x)
+        out: torch.Tensor = checkpoint(self.part, x, use_reentrant=False)
+        return out
+
+
+@pytest.mark.parametrize("way", [filled(Placement.identity(1)), TWO])
+def test_statistics_are_undone_without_a_call_of_their_module(way: Way) -> None:
+    """Also behind the first 64 backwards, each of which is checked."""
+    batches = data(*[4] * 34)
+
+    def statistics(*, repeats: bool) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        layers = [nn.Linear(6, 6), Functional(repeats=repeats), nn.Linear(6, 2)]
+        pipeline = Pipeline(layers, mse, batches, way, microbatches=2)
+        pipeline.train(len(batches))
+        return [*nn.ModuleList(pipeline.layers).buffers()]
+
+    for one, other in zip(statistics(repeats=True), statistics(repeats=False), strict=True):
+        assert torch.equal(one, other)
