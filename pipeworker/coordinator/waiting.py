@@ -161,8 +161,7 @@ class Waiting:
             return True
         if self.snapshots.checkpoint_slot is not None:
             return False
-        waits = self.options.waits_for_checkpoints and bool(self.snapshots.writing)
-        return due.is_best or waits
+        return due.is_best or self.options.waits_for_checkpoints
 
     def save_is_due(self, now: float) -> bool:
         """Return whether a checkpoint was requested, or it is time for the next one."""

@@ -353,7 +353,7 @@ def test_a_snapshot_is_reported_before_its_predecessor_is_overwritten() -> None:
 
 def test_the_snapshot_that_a_suspended_launcher_knows_is_not_overwritten() -> None:
     """The line about the next one would wait until the launcher reads."""
-    job = replaceable_job(checkpoint_every="4").running()
+    job = replaceable_job(checkpoint_every="4", checkpoint_busy="skip").running()
     assert [copied(job, step) for step in (1, 2)] == [Copy(1, 0), Copy(2, 1)]
     job.handle(ParentReads(False))
     assert [copied(job, step) for step in (3, 4, 5)] == [None] * 3
@@ -370,6 +370,18 @@ def test_a_suspended_launcher_that_knows_no_snapshot_learns_of_the_first_one() -
     assert copied(job, 2) == Copy(2, 1)
     assert [copied(job, step) for step in (3, 4, 5)] == [None] * 3
     assert of(job.effects, Snapshot)[:1] == [Snapshot(1, 0, 2)]
+
+
+def test_a_suspended_launcher_skips_no_checkpoint_that_is_due_by_its_step() -> None:
+    job = replaceable_job(checkpoint_every="4").running()
+    assert [copied(job, step) for step in (1, 2)] == [Copy(1, 0), Copy(2, 1)]
+    job.handle(ParentReads(False))
+    assert copied(job, 3) is None
+    job.step(4)
+    assert [advance.next for advance in saves(job.effects)] == [Save(4, 0)] * 2
+    job.saved(4)
+    job.checkpoint_committed(4)
+    assert job.state() is State.STEPPING
 
 
 def test_the_last_checkpoint_may_overwrite_the_snapshot_that_a_suspended_launcher_knows() -> None:
