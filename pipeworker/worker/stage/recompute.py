@@ -97,13 +97,13 @@ class Buffers:
     def _undo(self) -> None:
         """Undo what the last recompute has counted, and not what a hook of its backward has.
 
-        Such a hook lowers a counter that the forward has raised, or sets another value.
+        Such a hook lowers a counter that the forward has raised, or sets another value, as 0.
         """
         for slot, before, after in self._around_recompute:
             now = _get(slot)
             if now is after or (type(now) is type(after) and now == after):
                 set_slot(slot, before)
-            elif type(now) is type(after) is type(before) is int:
+            elif now and type(now) in (int, float) and type(now) is type(after) is type(before):
                 set_slot(slot, before + now - after)
         self._around_recompute = []
 

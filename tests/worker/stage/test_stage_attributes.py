@@ -222,14 +222,20 @@ class Waiting(nn.Module):
     """Counts the forwards whose backward is to come."""
 
     count = 0
+    weight = 0.0
+    since = 0
     is_idle = True
 
     def forward(self) -> None:
         self.count += 1
+        self.weight += 0.5
+        self.since += 1
         self.is_idle = False
 
     def end_backward(self) -> None:
         self.count -= 1
+        self.weight -= 0.5
+        self.since = 0
         self.is_idle = True
 
 
@@ -243,13 +249,13 @@ def test_what_a_hook_on_the_backward_counts_remains(microbatches: int) -> None:
         for mb in mbs:
             with buffers.first_forward(mb):
                 layer()
-        assert layer.count == microbatches
+        assert layer.count == layer.since == microbatches
         for mb in mbs:
             with buffers.second_forward(mb):
                 layer()
             layer.end_backward()
         buffers.end()
-        assert layer.count == 0
+        assert (layer.count, layer.weight, layer.since) == (0, 0.0, 0)
         assert layer.is_idle
 
 
