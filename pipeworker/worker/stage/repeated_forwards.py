@@ -6,6 +6,7 @@ leave nothing that they would see.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,8 @@ _WATCHED = 64
 """The number of first backwards that are checked; see :func:`is_checked` for the later ones."""
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """The buffers of a batch norm, which a class of the user's own may have others beside."""
+_HOOKED = r"Using `torch\.compile\(module\)` when there are global hooks"
+"""torch warns of the hook here when a compiled module runs in a backward, where it does no harm."""
 
 
 class RepeatedForwards:
@@ -47,6 +50,7 @@ class RepeatedForwards:
         self._name_of = name_of
         self._seen: dict[nn.Module, None] = {}
         self._backwards = 0
+        warnings.filterwarnings("ignore", _HOOKED)
 
     @contextmanager
     def undoing(self) -> Iterator[None]:
@@ -104,8 +108,11 @@ class RepeatedForwards:
         """Note a module whose forward begins; a selective checkpoint forbids operations here."""
         # In this thread: on an accelerator it is another one, which runs nothing but backwards.
         set_recomputing(value=True)
-        if module not in self._seen and _slots(module):
-            self._seen[module] = None
+        # The modules within one of TorchScript run without hooks.
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        for one in module.modules() if scripted else (module,):
+            if one not in self._seen and _slots(one):
+                self._seen[one] = None
 
 
 def _slots(module: nn.Module) -> list[Slot]:

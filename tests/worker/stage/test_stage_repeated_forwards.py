@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from pipeworker.errors import UsageError
 from pipeworker.plan.placement import Placement
+from pipeworker.worker.stage.repeated_forwards import RepeatedForwards
 from support.in_process.layers import data, mse
 from support.in_process.pipelines import Pipeline, Way, filled
 from support.in_process.plain_loop import Trained, assert_equal, plain
@@ -59,6 +61,34 @@ def test_a_changed_buffer_is_an_error(inner: nn.Module, named: str, *, reentrant
     pipeline = Pipeline(layers, mse, data(8), TWO, microbatches=4, balance=(2, 1))
     with pytest.raises(UsageError, match=rf"^layer 1 \(Checkpointed\): {named}"):
         pipeline.train(1)
+
+
+def test_a_compiled_batch_norm_trains_without_a_warning() -> None:
+    """Its statistics show that it has run, since the module is not called."""
+    inner = norm()
+    compiled: Any = torch.compile(inner, backend="eager")
+    layer, x = Checkpointed(compiled), torch.randn(4, 6)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        repeated = RepeatedForwards([layer], lambda _: "layer 0")
+        for _ in range(2):
+            out = layer(x.requires_grad_())
+            with repeated.undoing():
+                out.sum().backward()
+    assert inner[1].num_batches_tracked == 2  # type: ignore[index]
+    assert not found
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_batch_norm_of_torchscript_is_an_error() -> None:
+    """No hook of a module within one of TorchScript runs."""
+    layer = Checkpointed(torch.jit.script(norm()), use_reentrant=True)
+    repeated, x = RepeatedForwards([layer], lambda _: "layer 0"), torch.randn(4, 6)
+    out = [layer(x.requires_grad_()) for _ in range(2)]
+    with repeated.undoing():
+        out.pop().sum().backward()
+    with pytest.raises(UsageError, match=r"^layer 0: .* running_mean"), repeated.undoing():
+        out.pop().sum().backward()
 
 
 @pytest.mark.parametrize("deferred", [False, True])
