@@ -149,6 +149,27 @@ def test_a_process_ends_with_the_process_that_requested_it(jobs: Jobs) -> None:
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (server, child)))
 
 
+@slow
+def test_a_forked_process_computes_gradients_beside_an_accelerator(jobs: Jobs) -> None:
+    """In a fork of a process that has computed one and sees an accelerator, torch refuses to."""
+    forks = """
+        import os, torch
+        from torch.utils import backend_registration
+        backend_registration._setup_privateuseone_for_python_backend("pretend")
+        from support.processes.server import warm_up
+        warm_up(["torch"])
+        if not (pid := os.fork()):
+            x = torch.ones(2, requires_grad=True)
+            (x * 2).sum().backward()
+            os._exit(3 if x.grad.tolist() == [2, 2] else 1)
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    """
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    process = jobs.python(str(jobs.write(forks)), env=env, cold=True)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 3, stderr
+
+
 def test_reports_of_nanobind_are_removed_from_within_lines() -> None:
     kept = ["starting 2 workers", "error: cannot start the worker", "done: 5 steps"]
     assert without_reports(LEAKS).splitlines() == kept

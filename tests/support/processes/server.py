@@ -90,7 +90,9 @@ def _rehearse_torch() -> None:
 
     from pipeworker.worker import torch_check
 
-    torch_check.check()
+    # A backward starts threads for the accelerators that torch sees, and forks could then do none.
+    if torch.accelerator.current_accelerator() is None:
+        torch_check.check()
     with torch.profiler.record_function("rehearsal"):  # imports a module
         pass
 
