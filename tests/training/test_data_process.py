@@ -187,11 +187,7 @@ def test_the_process_ends_with_the_job(jobs: Jobs, killed: str) -> None:
     ("odd", "why"),
     [
         ("lambda: 0", "it cannot be pickled"),
-        pytest.param(
-            "type('Odd', (), {'__reduce__': lambda _: (int, ('x',))})()",
-            "it cannot be unpickled",
-            marks=slow,
-        ),
+        ("type('Odd', (), {'__reduce__': lambda _: (int, ('x',))})()", "it cannot be unpickled"),
     ],
 )
 def test_data_that_cannot_pass_is_read_by_the_worker(
