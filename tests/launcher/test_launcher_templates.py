@@ -55,7 +55,7 @@ def init(*words: str) -> Result:
 
 @pytest.mark.parametrize(
     "example",
-    [pytest.param(one, marks=() if one == "mlp" else slow) for one in templates.EXAMPLES],
+    [pytest.param(one, marks=() if one == "transformer" else slow) for one in templates.EXAMPLES],
 )
 def test_the_loss_of_an_example_decreases(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["model.py"])
