@@ -49,7 +49,6 @@ class RepeatedForwards:
         self._norms = dict.fromkeys(one for one in modules if isinstance(one, BatchNorm))
         self._name_of = name_of
         self._seen: dict[nn.Module, None] = {}
-        self._repeats = False
         self._backwards = 0
         warnings.filterwarnings("ignore", _HOOKED)
 
@@ -62,13 +61,10 @@ class RepeatedForwards:
         """
         self._backwards += 1
         is_due = is_checked(self._backwards, _WATCHED)
-        if not (is_due or self._seen or self._repeats):  # the rest takes microseconds
-            yield
-            return
         statistics = {
             slot: get_slot(slot)
-            for norm in self._norms
-            if is_due or norm in self._seen
+            for norm in (self._norms if is_due else self._seen)
+            if norm in self._norms
             for slot in _slots(norm)
             if slot[1] in _STATISTICS
         }
@@ -112,7 +108,6 @@ class RepeatedForwards:
         """Note a module whose forward begins; a selective checkpoint forbids operations here."""
         # In this thread: on an accelerator it is another one, which runs nothing but backwards.
         set_recomputing(value=True)
-        self._repeats = True
         # The modules within one of TorchScript run without hooks.
         scripted = isinstance(module, torch.jit.ScriptModule)
         for one in module.modules() if scripted else (module,):
