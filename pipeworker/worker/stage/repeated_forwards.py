@@ -19,10 +19,8 @@ from pipeworker.errors import UsageError
 from pipeworker.worker.internals import BatchNorm, buffers_of, has_backward_hooks
 from pipeworker.worker.stage.recompute import set_recomputing
 from pipeworker.worker.stage.slots import Copies, Slot, copy_of, get_slot, set_slot
-from pipeworker.worker.stage.values import checksums, is_checked
+from pipeworker.worker.stage.values import WATCHED, checksums, is_checked
 
-_WATCHED = 64
-"""The number of first backwards that are checked; see :func:`is_checked` for the later ones."""
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """The buffers of a batch norm, which a class of the user's own may have others beside."""
 _HOOKED = r"Using `torch\.compile\(module\)` when there are global hooks"
@@ -60,7 +58,7 @@ class RepeatedForwards:
             UsageError: a forward has changed a buffer of another module than a batch norm.
         """
         self._backwards += 1
-        is_due = is_checked(self._backwards, _WATCHED)
+        is_due = is_checked(self._backwards, WATCHED)
         statistics = {
             slot: get_slot(slot)
             for norm in (self._norms if is_due else self._seen)

@@ -29,6 +29,7 @@ from pipeworker.worker.stage.repeated_forwards import RepeatedForwards
 from pipeworker.worker.stage.saved_buffers import SavedBuffers
 from pipeworker.worker.stage.shared_buffers import SharedBuffers
 from pipeworker.worker.stage.values import (
+    WATCHED,
     checksums,
     describe,
     distinct_tensors,
@@ -39,8 +40,6 @@ from pipeworker.worker.stage.values import (
 from pipeworker.worker.transport.layout import aligned_copy
 
 Loss = Callable[[Any, Any], Any]
-_WATCHED = 64
-"""The number of first recomputes that are checked; see :func:`is_checked` for the later ones."""
 _CHANGED = (
     ", by a hook that updates them inside a backward, or by a layer; use --recompute never, or "
     "leave updates to optimizer()"
@@ -153,7 +152,7 @@ class Stage:
         if self._version is None:
             self._version = self._weights_version()
         self._repeated += 1
-        mb.is_checked = is_checked(self._repeated, _WATCHED)
+        mb.is_checked = is_checked(self._repeated, WATCHED)
         with self._buffers.first_forward(mb):
             value, arrived, mb.target = inputs
             output = self._run(mb, value, arrived, Phase.FORWARD)

@@ -10,6 +10,9 @@ import torch
 from pipeworker.record.checkpoint.tensor_file import raw_bytes
 from pipeworker.worker.internals import dense_parts, map_tensor_leaves, pytree, version_of
 
+WATCHED = 64
+"""The number of a stage's first recomputes, or backwards, that are checked (:func:`is_checked`)."""
+
 
 def distinct_tensors(value: Any) -> list[torch.Tensor]:
     """Return the tensors of a nested value, each once, in order."""
