@@ -185,7 +185,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, server: Server | None) ->
     [
         pytest.param("layer", 1, marks=slow),
         ("layer", 2),
-        pytest.param("interrupt", 1, marks=slow),
+        ("interrupt", 1),
         pytest.param("update", 1, marks=slow),
         pytest.param("terminated", 1, marks=slow),
         pytest.param("loop", 2, marks=slow),
