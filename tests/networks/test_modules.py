@@ -352,6 +352,19 @@ def test_a_forward_that_takes_another_way_is_an_error_with_its_line(jobs: Jobs) 
     assert "the model's forward takes another way than when it was cut" in run.stderr
 
 
+def test_another_way_in_eval_mode_is_an_error_before_the_first_step_of_a_job_that_evaluates(
+    jobs: Jobs,
+) -> None:
+    source = MODULE.replace(
+        "            first = x\n",
+        "            first = x\n            if self.training:\n                x = x + 1\n",
+    )
+    run = jobs.run("--stages", "2", *WORDS, source=source)
+    assert run.status == 2
+    assert "takes another way than when it was cut, in eval mode, at job.py" in run.stderr
+    assert not list(jobs.folder.glob("runs/*"))
+
+
 PACKED = """
     import torch
     from torch import nn

@@ -46,7 +46,8 @@ def agreed_plan(loaded: LoadedWorker, module: nn.Module) -> tuple[CutPlan, TypeR
         settings.tracker.set(Phase.SURVEY)
         # Whether `x.float()` is `x` itself depends on it.
         with autocast(CPU.type, role.options.precision) or nullcontext():
-            plan = plan_of(module, TypeRegistry(types.values()), value)
+            evaluates = bool(role.options.evaluate_every) or role.options.evaluate_first
+            plan = plan_of(module, TypeRegistry(types.values()), value, evaluates=evaluates)
         plan.types = [*types]
         _publish(plan, store)
     else:

@@ -106,6 +106,7 @@ class Forward:
         self.first, self.stop = first, first + len(calls)
         self._calls, self._enter, self._leave = calls, enter, leave
         self._parts, self._known = parts, known
+        self._is_training = not parts or parts[0].training
         units = [one.unit for one in parts]
         own = [t for unit in units for t in (*unit.parameters(), *unit.buffers())]
         self._has_fake_weights = any(map(is_fake, own))
@@ -476,9 +477,15 @@ class Forward:
     def _elsewhere(self, reason: str, *, in_forward: bool = True) -> UsageError:
         layer = min(self._layer, len(self._plan) - 1)
         at = f", at {line_of_the_user()}" if in_forward else ""
+        mode, remedy = "", "cut the model by hand, as a list of layers"
+        if not self._is_training:
+            mode = ", in eval mode"
+            remedy = (
+                "have a module with parameters of its own, or an entry of an nn.ModuleList, do "
+                f"what depends on `self.training`, or {remedy}"
+            )
         return UsageError(
             f"layer {layer} ({self._plan.units[layer]}): the model's forward takes another way "
-            f"than when it was cut{at}: {reason}. A pipeline needs a forward that calls the same "
-            "modules, with the same operations between them, each time; cut the model by hand, as "
-            "a list of layers"
+            f"than when it was cut{mode}{at}: {reason}. A pipeline needs a forward that calls the "
+            f"same modules, with the same operations between them, each time; {remedy}"
         )

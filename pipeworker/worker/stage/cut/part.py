@@ -20,7 +20,14 @@ from pipeworker.worker.stage.cut.inner_hooks import forget_library_hooks
 from pipeworker.worker.stage.cut.isolation import Isolation, UnitAttributes, held_by_modules
 from pipeworker.worker.stage.cut.plan import CutPlan
 from pipeworker.worker.stage.cut.planning import Planning
-from pipeworker.worker.stage.cut.rehearsal import AGAIN, ELSEWHERE, RETURNED, Rehearsal, departed
+from pipeworker.worker.stage.cut.rehearsal import (
+    AGAIN,
+    ELSEWHERE,
+    RETURNED,
+    EvaluationRehearsal,
+    Rehearsal,
+    departed,
+)
 from pipeworker.worker.stage.cut.shapes import HollowUnit
 from pipeworker.worker.stage.cut.units import (
     CPU,
@@ -146,9 +153,15 @@ class Cut:
         return found
 
 
-def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
-    """Return the plan of a module for an input, which is a micro-batch of its data."""
+def plan_of(
+    module: nn.Module, types: TypeRegistry, batch: Any, *, evaluates: bool = False
+) -> CutPlan:
+    """Return the plan of a module for an input, which is a micro-batch of its data.
+
+    With `evaluates` the forward is also run in eval mode, where it must do the same operations.
+    """
     copied, fresh, untouched = (_hollow(module, CPU) for _ in range(3))
+    in_eval_mode = _hollow(module, CPU) if evaluates else None
     common = CommonVariables(module.modules())
     planning = Planning(types, _names_of(copied), common)
     units = _intercept(copied, planning.call)
@@ -187,6 +200,11 @@ def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
     for layer in planning.departures.layers():
         for stop in (layer + 1, None):
             rehearse(copied, units, departed(plan.units[layer]), isolation, stop)
+    if in_eval_mode is not None:
+        rehearsal = EvaluationRehearsal(planning, _names_of(in_eval_mode))
+        with common.as_at_first():
+            _intercept(in_eval_mode, rehearsal.call)
+            rehearsal.rehearse(in_eval_mode, _copy(batch))
     common.restore()
     planning.note_attributes()
     return plan

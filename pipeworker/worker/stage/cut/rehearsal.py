@@ -175,6 +175,44 @@ class Rehearsal(Forward):
         return refused(layer, self._plan.units[layer], what, remedy)
 
 
+class EvaluationRehearsal(Forward):
+    """One run in eval mode, on stand-ins, which raises where an evaluation pass would.
+
+    Args:
+        planning: the run that made the plan.
+        parameters: the names of the hollow module's parameters, by id.
+    """
+
+    def __init__(self, planning: Planning, parameters: dict[int, str]) -> None:
+        plan = planning.plan
+        super().__init__(plan, planning.types, parameters, CPU, len(plan) + 1, (), (), {})
+        self._described = [*planning.described]
+        self._is_training = False
+
+    def rehearse(self, module: nn.Module, batch: Any) -> None:
+        """Run the forward; raise UsageError if it has other units or operations than in training.
+
+        Another error is left to the first pass: a later mini-batch may not cause it.
+        """
+        for one in module.modules():
+            one.training = False
+        try:
+            with rng.preserve_generators(), torch.no_grad():
+                self.run(module, batch)
+        except UsageError:
+            raise
+        except Exception:
+            return
+        self._check_count(self._layer, "in all")
+
+    def begin(self, value: Any) -> Any:
+        """Return the module's input."""
+        return value
+
+    def end(self) -> None:
+        """Leave the forward: no stage follows."""
+
+
 def _with_own_content(leaf: Any) -> Any:
     if not is_object(leaf):
         return leaf
