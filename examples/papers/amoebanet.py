@@ -1,7 +1,8 @@
 """AmoebaNet-D(L, D), the image network of GPipe's tables 1 and 2.
 
     pipeworker launch --stages 3 --steps 100 --evaluate-every 25 examples/papers/amoebanet.py
-    pipeworker plan --stages 8 --microbatches 32 --no-profile examples/papers/amoebanet.py -- \
+    pipeworker plan --stages 8 --microbatches 32 --no-profile --memory 16GB \
+        examples/papers/amoebanet.py -- \
         --cells 18 --filters 256 --side 224 --classes 1000 --noise
 
 By default a small version learns scikit-learn's digits; the second command has the one of GPipe's

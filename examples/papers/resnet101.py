@@ -1,7 +1,8 @@
 """ResNet-101 in 370 layers, as torchgpipe splits it for its table of speeds.
 
     pipeworker launch --stages 3 --steps 60 --evaluate-every 20 examples/papers/resnet101.py
-    pipeworker plan --stages 8 --microbatches 32 --no-profile examples/papers/resnet101.py -- \
+    pipeworker plan --stages 8 --microbatches 32 --no-profile --memory 16GB \
+        examples/papers/resnet101.py -- \
         --depth 101 --channels 64 --side 224 --classes 1000 --noise
 
 By default a ResNet of 26 layers learns scikit-learn's digits; the second command has the one of

@@ -1,7 +1,8 @@
 """Transformer-L, the language model of GPipe's tables 1 and 2.
 
     pipeworker launch --stages 3 --steps 100 --evaluate-every 25 examples/papers/transformer.py
-    pipeworker plan --stages 8 --microbatches 32 --no-profile examples/papers/transformer.py -- \
+    pipeworker plan --stages 8 --microbatches 32 --no-profile --memory 16GB \
+        examples/papers/transformer.py -- \
         --layers 48 --width 2048 --inner 8192 --heads 32 --words 32000 --context 1024
 
 By default a small version learns the bytes of Python's help texts; the second command has the one

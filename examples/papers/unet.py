@@ -1,7 +1,8 @@
 """U-Net(B, C), the network with long skip connections of torchgpipe's tables.
 
     pipeworker launch --stages 3 --steps 60 --evaluate-every 20 examples/papers/unet.py
-    pipeworker plan --stages 8 --microbatches 32 --no-profile examples/papers/unet.py -- \
+    pipeworker plan --stages 8 --microbatches 32 --no-profile --memory 16GB \
+        examples/papers/unet.py -- \
         --blocks 5 --channels 64 --side 192 --noise
 
 By default a small version finds the strokes of scikit-learn's digits under noise; the second
