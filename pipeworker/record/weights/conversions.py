@@ -56,6 +56,10 @@ class Conversion:
     def __init__(self, module: nn.Module) -> None:
         state = module.state_dict(keep_vars=True)
         self._names = frozenset(state)
+        self._alike: defaultdict[int, list[str]] = defaultdict(list)
+        """The names of each tensor of the module, by its id: files may have any of them."""
+        for name, tensor in state.items():
+            self._alike[id(tensor)].append(name)
         self._base: Any = base_of(module)
         self.adapters = adapters_of(module)
         self._full = {name: [name] for name in state}
@@ -88,6 +92,10 @@ class Conversion:
                 name = first.replace(rule.target_patterns[0], target)
                 convert = partial(self._convert, rule, first, parts, name)
                 found |= {full: Source(names, convert) for full in self._full.get(name, [name])}
+        for alike in self._alike.values():
+            source = next((found[name] for name in alike if name in found), None)
+            if source is not None:
+                found = dict.fromkeys(alike, source) | found
         return found
 
     def _renamed(self, name: str) -> tuple[str, Any, str]:

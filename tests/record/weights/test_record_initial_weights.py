@@ -20,6 +20,7 @@ from pipeworker.errors import UsageError
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.record.checkpoint.manifest import Manifest
 from pipeworker.record.checkpoint.stage_state import StageState
+from pipeworker.record.weights.conversions import Conversion
 from pipeworker.record.weights.initial_weights import InitialWeights
 from pipeworker.record.weights.weight_files import find_weight_files
 from support.in_process.checkpoints import save_worker_files
@@ -407,3 +408,26 @@ def test_an_unreadable_file_is_named(
     with pytest.raises(UsageError, match=f"^--init-from {tmp_path}.*{message}"):
         load(path, stages(net(1)), partial=True)
     assert {*tmp_path.iterdir()} == before
+
+
+class Shared(nn.Module):
+    """Has a weight under a name of a module that its forward never calls, as T5 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.embed = nn.Embedding(3, 3), nn.Embedding(3, 3)
+        self.embed.weight = self.shared.weight
+        self.head = nn.Linear(3, 3)
+
+
+def test_a_file_may_have_any_name_of_a_weight_of_the_module() -> None:
+    weights = ("shared.weight", "embed.weight")
+    for stored in weights:
+        found = Conversion(Shared()).sources([stored, "head.weight", "other"])
+        assert {name: source.stored for name, source in found.items()} == {
+            **dict.fromkeys(weights, (stored,)),
+            "head.weight": ("head.weight",),
+            "other": ("other",),
+        }
+    both = Conversion(Shared()).sources(weights)
+    assert [both[name].stored for name in weights] == [(name,) for name in weights]
