@@ -58,7 +58,7 @@ def remove_partial_files(folder: Path) -> None:
 
 
 def open_file(path: Path, mode: str, **arguments: Any) -> IO[Any]:
-    """Open a file as ``open`` does, but follow no link.
+    """Open a file as ``open`` does, but follow no link. The umask is taken from a new file's mode.
 
     A run directory may come from a stranger: a link in it could lead to any file of the user's.
     """
@@ -71,7 +71,7 @@ def no_link(path: str | Path, flags: int) -> int:
     Raises:
         OSError: the file cannot be opened; or it is a pipe or a device, which could block the job.
     """
-    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))

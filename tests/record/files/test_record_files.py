@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,13 @@ def test_a_pipe_in_place_of_a_file_to_write_is_an_error(tmp_path: Path, mode: st
     os.mkfifo(tmp_path / "log")
     with pytest.raises(OSError, match=r"it is not a regular file|No such device or address"):
         open_file(tmp_path / "log", mode)
+
+
+def test_a_new_file_has_the_permissions_that_the_umask_permits(tmp_path: Path) -> None:
+    """Other members of a group resume a run in a folder of theirs, and add rows to its files."""
+    before = os.umask(0o002)
+    try:
+        open_file(tmp_path / "rows", "ab").close()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "rows").stat().st_mode) == 0o664
