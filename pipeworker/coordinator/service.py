@@ -11,6 +11,7 @@ import os
 import platform
 import signal
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,7 @@ from pipeworker.record.files.located import located
 from pipeworker.record.lock import RunLock
 from pipeworker.record.metrics import rows
 from pipeworker.record.plan_file import PlanFile
+from pipeworker.record.run_record import write_summary
 from pipeworker.record.rundir import Request, RunDir
 from pipeworker.wire import lines, sockets
 from pipeworker.wire.lines import Activity, Configuration, Joined, Planned, Restart, Snapshot
@@ -318,12 +320,33 @@ def main() -> int:
         elif isinstance(error, zmq.ZMQError):
             where = f"{host} ({platform.node()})"
             text = f"the coordinator cannot listen at {where}: {error.strerror}"
-        parent.send(lines.Verdict("failed", 1, 0, 0.0, (), 0.0, text))
+        verdict = lines.Verdict("failed", 1, 0, 0.0, (), 0.0, text, configuration.causes)
+        if not isinstance(error, BlockingIOError):  # the lock: the run is another job's
+            verdict = _record_failure(configuration, verdict, descriptors)
+        parent.send(verdict)
         parent.drain()
         return 1
     except Exception:
         log.exception("the coordinator failed")
         raise
+
+
+def _record_failure(
+    configuration: lines.Configuration, verdict: lines.Verdict, descriptors: DescriptorReserve
+) -> lines.Verdict:
+    """Write the summary of a job whose coordinator cannot run; return its verdict.
+
+    Without a summary, the run would count as one whose processes were killed. The error that the
+    verdict has matters more than one in writing the summary.
+    """
+    options = Options.from_json(configuration.options)
+    with suppress(OSError, PipeworkerError):
+        run_dir = RunDir.open(Path(configuration.run_dir))
+        steps = (rows.last(run_dir.metrics) or {}).get("step", 0)
+        verdict = replace(verdict, steps=steps, seconds=configuration.elapsed)
+        stages = options.placement.stages
+        descriptors.run(partial(write_summary, run_dir, verdict, stages, options.best))
+    return verdict
 
 
 def recorded_facts(run_dir: RunDir) -> NetworkFacts | None:

@@ -260,6 +260,7 @@ def test_too_few_processes(jobs: Jobs, most: int) -> None:
     run = Run(jobs.folder / "run", done.returncode, done.stdout, done.stderr)
     numbers = "processes and threads, and "
     one_error(run, "cannot start the", "Resource temporarily unavailable", numbers)
+    assert run.summary["status"] == "failed"  # not lost, as if its processes had been killed
     until(lambda: not processes_of(jobs.folder))
 
 
