@@ -67,8 +67,8 @@ class Agent:
     host or job, such as a cluster sends before it reclaims a node: the agent reports them.
     """
 
-    def __init__(self, watcher: SessionWatcher, sockets: str = "", *, remote: bool) -> None:
-        self._watcher, self._sockets = watcher, sockets
+    def __init__(self, watcher: SessionWatcher, *, remote: bool) -> None:
+        self._watcher, self._sockets = watcher, watcher.folder
         self._kept_at = 0.0
         """When :attr:`_sockets` was last made new."""
         self._remote, self._notifications = remote, _NOTIFICATIONS if remote else {}
@@ -333,9 +333,8 @@ def main() -> int:
         _send(_agent_hello(*words))
     gc.disable()
     parent = os.getppid()
-    sockets = choose_sockets_folder()
-    watcher = SessionWatcher(sockets)  # forked while this process is small
-    share_sockets_folder(sockets)
+    watcher = SessionWatcher(choose_sockets_folder())  # forked while this process is small
+    share_sockets_folder(watcher.folder)
     die_with_parent(parent)  # until it can watch its input
     if has_ended(0):  # the parent has ended before that: importing torch may take long
         return 0
@@ -359,5 +358,5 @@ def main() -> int:
     die_with_parent(parent, signal.SIGCONT)  # a stopped agent would not see its input end
     gc.freeze()
     raise_limit()  # the memories of many workers need more than a process has at first
-    Agent(watcher, sockets, remote=bool(words)).serve()
+    Agent(watcher, remote=bool(words)).serve()
     return 0

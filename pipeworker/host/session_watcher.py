@@ -37,10 +37,14 @@ class SessionWatcher:
     Args:
         folder: the folder of their sockets, which is made after the watcher, so that it does not
             stay whenever this process is killed; "" for none.
+
+    Attributes:
+        folder: the folder that the watcher removes; "" for none.
     """
 
     def __init__(self, folder: str = "") -> None:
         self._pid, self._writes = start_survivor("watcher", partial(_watch, folder))
+        self.folder = folder if self._pid else ""
 
     def add(self, leader: int) -> None:
         """Watch the session of a worker."""

@@ -169,9 +169,8 @@ class _Parent:
 def main() -> int:
     """Call the hooks of the job that standard input describes; return the exit status."""
     parent_pid = os.getppid()
-    sockets = choose_sockets_folder()
-    watcher = SessionWatcher(sockets)  # of what the user's code starts
-    share_sockets_folder(sockets)
+    watcher = SessionWatcher(choose_sockets_folder())  # of what the user's code starts
+    share_sockets_folder(watcher.folder)
     die_with_parent(parent_pid)  # only now: the watcher removes the folder
     watcher.add(os.getpid())
     handle_signals()

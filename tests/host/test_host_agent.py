@@ -59,7 +59,8 @@ def test_a_worker_without_memory_for_its_ring_cannot_start(monkeypatch: pytest.M
     monkeypatch.setattr(agent, "_send", sent.append)
     monkeypatch.setattr(agent, "keep_sockets_folder", lambda _: None)
     monkeypatch.setattr(agent, "SignalSocket", lambda _: None)
-    agent.Agent(cast(Any, None), remote=False).fork(request("tcp://127.0.0.1:1"))
+    watcher = SimpleNamespace(folder="")
+    agent.Agent(cast(Any, watcher), remote=False).fork(request("tcp://127.0.0.1:1"))
     text = "cannot start the worker of rank 3: Cannot allocate memory"
     assert sent == [CannotStart(3, 1, text)]
 
@@ -73,7 +74,7 @@ def test_what_ends_a_forked_child_before_it_is_a_worker_is_shown(
     pids: list[int] = []
     monkeypatch.setattr(agent, "_send", lambda _: None)
     monkeypatch.setattr(agent, "SignalSocket", lambda _: None)
-    watcher = SimpleNamespace(close=fail, add=pids.append)
+    watcher = SimpleNamespace(folder="", close=fail, add=pids.append)
     agent.Agent(cast(Any, watcher), remote=False).fork(request("tcp://127.0.0.1:1"))
     _, status = os.waitpid(pids[0], 0)
     assert os.waitstatus_to_exitcode(status) == 1

@@ -95,7 +95,7 @@ from pipeworker.host.session_watcher import (
 folder = choose_sockets_folder()
 assert not Path(folder).exists()
 watcher = SessionWatcher(folder)
-share_sockets_folder(folder)
+share_sockets_folder(watcher.folder)
 assert util.get_temp_dir() == folder and Path(folder).is_dir()
 assert tempfile.tempdir == os.environ["TMPDIR"], "tempfile would try it with a file"
 if sys.argv[1:]:
@@ -112,4 +112,28 @@ def test_a_folder_of_sockets_goes_with_the_process(tmp_path: Path, words: list[s
     assert (done.returncode, done.stderr) == (-signal.SIGKILL if words else 0, "")
     if words:
         until(lambda: not [*tmp_path.iterdir()])
+    assert not [*tmp_path.iterdir()]
+
+
+REFUSED = """
+import os, signal
+from pipeworker.host.session_watcher import (
+    SessionWatcher, choose_sockets_folder, share_sockets_folder
+)
+
+def fork():
+    raise BlockingIOError
+
+os.fork = fork
+watcher = SessionWatcher(choose_sockets_folder())
+share_sockets_folder(watcher.folder)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_no_folder_of_sockets_stays_where_there_is_no_process_for_a_watcher(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    line = [sys.executable, "-c", REFUSED]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGKILL, "")
     assert not [*tmp_path.iterdir()]
