@@ -107,6 +107,7 @@ def main() -> None:
 
 def _request(chosen: dict[str, Any], ranks: int | None = None) -> RunRequest:
     """Return the run that a command line requests; `ranks` is the number of a torchrun job."""
+    from launcher import local
     from pipeworker.runs.begin import RunRequest
 
     context = click.get_current_context()
@@ -114,16 +115,10 @@ def _request(chosen: dict[str, Any], ranks: int | None = None) -> RunRequest:
     options = chosen.keys() - {*of_run, "job_file"}
     typed = {name: chosen[name] for name in options if is_typed(context, name)}
     given = {name for name in options - typed.keys() if is_given(context, name)}
-    try:
-        Path.cwd()  # needed even for absolute paths: math libraries of torch abort without it
-        job_file = os.path.realpath(chosen["job_file"])
-    except OSError as error:
-        raise UsageError(
-            f"the current folder is gone: {error.strerror}; change to another one"
-        ) from None
+    local.check_surroundings(Path(chosen["job_file"]))
     stages = typed.pop("stages", None)
     return RunRequest(
-        job_file,
+        os.path.realpath(chosen["job_file"]),
         stages,
         typed,
         defaults={name: chosen[name] for name in given},

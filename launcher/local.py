@@ -346,11 +346,27 @@ def run(prepared: PreparedRun, view: Style, agents: Sequence[RemoteAgent]) -> in
     return verdict.exit_status
 
 
+def check_surroundings(job_file: Path) -> None:
+    """Reject a job without a current folder, or whose file is a pipe, before paths are resolved.
+
+    Math libraries of torch abort without a current folder, and a pipe that a shell makes, as for
+    ``<(…)``, has no path.
+    """
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise UsageError(
+            f"the current folder is gone: {error.strerror}; change to another one"
+        ) from None
+    with suppress(OSError):  # check_job_file() reports it
+        if job_file.is_fifo():  # it might have no writer, and each process reads the file
+            raise UsageError(f"job file {job_file}: it is a pipe; give the path of a Python file")
+
+
 def check_job_file(path: Path) -> None:
     """Compile the job file without running it, so that a mistake starts no process."""
+    check_surroundings(path)
     try:
-        if path.is_fifo():  # it might have no writer
-            raise UsageError(f"job file {path}: it is a pipe; give the path of a Python file")
         source = path.read_bytes()
         if path.suffix != ".py":
             raise UsageError(f"job file {path}: not a Python file; its name must end in .py")

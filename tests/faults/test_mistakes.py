@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 import re
 import subprocess
 import sys
@@ -162,6 +163,19 @@ def test_a_job_file_that_cannot_be_read(tmp_path: Path, content: str | None, exp
     assert result.exit_code == 2
     assert re.match(f"error: job file .*{re.escape(expected)}", result.output), result.output
     assert not run_dir.exists()
+
+
+def test_a_pipe_that_a_shell_makes_is_no_job_file(tmp_path: Path) -> None:
+    """As `launch <(…)`: the name that its descriptor resolves to is no path."""
+    reads, writes = os.pipe()
+    try:
+        path = f"/dev/fd/{reads}"
+        result = launch(tmp_path, "--run-dir", str(tmp_path / "run"), "--stages", "2", path)
+    finally:
+        os.close(reads)
+        os.close(writes)
+    expected = f"error: job file {path}: it is a pipe; give the path of a Python file\n"
+    assert (result.exit_code, result.output) == (2, expected)
 
 
 def test_an_existing_run_directory_is_not_changed(tmp_path: Path) -> None:

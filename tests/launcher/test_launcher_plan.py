@@ -176,6 +176,18 @@ def test_a_pipe_is_no_job_file(tmp_path: Path) -> None:
     assert refused("--stages", "2", str(file)) == expected
 
 
+def test_a_current_folder_that_is_gone_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Math libraries of torch end their process there."""
+    (file := tmp_path / "job.py").touch()
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    expected = "the current folder is gone: No such file or directory; change to another one"
+    assert refused("--stages", "2", str(file)) == expected
+
+
 def test_a_timeline_has_the_width_of_the_terminal_and_its_colours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
