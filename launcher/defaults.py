@@ -195,6 +195,15 @@ def _similar(name: str, known: Collection[str]) -> list[str]:
     return completed if 0 < len(completed) <= _FEW else get_close_matches(name, known, 1, _NEARLY)
 
 
+def _is_hidden(path: Path) -> bool:
+    """Return whether a folder of the path cannot be searched, whether or not the file exists."""
+    try:
+        path.stat()
+    except OSError:
+        return True
+    return False
+
+
 def _read(path: Path, table: tuple[str, ...]) -> Defaults | None:
     """Return the options in the table of a file; None if there is no file or no table."""
     try:
@@ -202,6 +211,11 @@ def _read(path: Path, table: tuple[str, ...]) -> Defaults | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
+        if isinstance(error, PermissionError) and _is_hidden(path):
+            raise UsageError(
+                f"{path.parent.absolute()}: cannot be searched for {path.name}: {error.strerror}; "
+                "make it accessible, or change to another folder"
+            ) from None
         raise UsageError(
             f"{path}: cannot be read: {error.strerror}; make it readable, or remove it"
         ) from None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -178,6 +180,20 @@ def test_an_unreadable_file_is_an_error(launch: Launch) -> None:
     Path("pipeworker.toml").rmdir()
     Path("pyproject.toml").write_text("tool = 3")
     assert refused() == "pyproject.toml: tool is not a table; write [tool.pipeworker]"
+
+
+def test_a_folder_that_cannot_be_searched_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of root, in which another user's command was started; it need not have the file."""
+
+    def refuse(path: Path) -> NoReturn:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(UsageError) as caught:
+        Defaults.find([Path()])
+    reason = f"{Path().absolute()}: cannot be searched for pipeworker.toml: Permission denied"
+    assert str(caught.value) == f"{reason}; make it accessible, or change to another folder"
 
 
 def test_an_error_of_a_value_out_of_range_names_its_source(
