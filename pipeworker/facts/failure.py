@@ -22,6 +22,8 @@ _SIGNALS = {
     13: "SIGPIPE",
     14: "SIGALRM",
     15: "SIGTERM",
+    24: "SIGXCPU",
+    25: "SIGXFSZ",
 }
 """The names of signals whose numbers are the same on all hosts; ``signal`` is not pure."""
 
