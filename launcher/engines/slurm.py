@@ -312,7 +312,9 @@ def allocated_nodes(environment: Mapping[str, str]) -> tuple[tuple[str, int], ..
         listed = environment["SLURM_JOB_NODELIST"]
         cores = parse_counts(environment["SLURM_JOB_CPUS_PER_NODE"])
     except KeyError as error:
-        raise UsageError(f"Slurm's environment: {error} is not set") from None
+        raise UsageError(
+            f"Slurm's environment: {error} is not set; unset SLURM_JOB_ID to run on this host alone"
+        ) from None
     nodes = _run("scontrol", "show", "hostnames", listed).split()
     if len(nodes) != len(cores):
         raise UsageError(f"Slurm's environment: {len(nodes)} nodes, but {len(cores)} counts")

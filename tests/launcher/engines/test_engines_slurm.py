@@ -391,7 +391,7 @@ def test_the_allocation_comes_from_the_environment(commands: Path) -> None:
     environment = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_CPUS_PER_NODE": "4(x2)"}
     assert slurm.allocated_nodes(environment) == (("n1", 4), ("n2", 4))
     for name in environment:
-        with pytest.raises(UsageError, match=f"{name}' is not set"):
+        with pytest.raises(UsageError, match=f"{name}' is not set; unset SLURM_JOB_ID to run"):
             slurm.allocated_nodes({k: v for k, v in environment.items() if k != name})
     with pytest.raises(UsageError, match="2 nodes, but 1 counts"):
         slurm.allocated_nodes({**environment, "SLURM_JOB_CPUS_PER_NODE": "4"})
