@@ -76,6 +76,16 @@ class UnreadableFile(UsageError):
         super().__init__(f"{path}: cannot be read: {reason}{remedy and f'; {remedy}'}")
 
 
+class ProcError(PipeworkerError):
+    """A file below ``/proc`` that cannot be read."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(
+            f"/proc: {error.filename} cannot be read ({error.strerror}); mount it: mount -t proc "
+            "proc /proc"
+        )
+
+
 class RecordError(PipeworkerError):
     """A file of the run that cannot be written; the message has its path and the reason."""
 

@@ -16,7 +16,7 @@ import psutil
 import torch
 from torch import nn
 
-from pipeworker.errors import PipeworkerError
+from pipeworker.errors import PipeworkerError, ProcError
 from pipeworker.facts.layer_facts import LayerFacts
 from pipeworker.facts.outline import LayerKind, Machine, Outline
 from pipeworker.facts.position import Phase
@@ -51,7 +51,11 @@ _BUDGET, _ALL_REPEATS = 0.05, 0.4
 
 
 def machine_of(device: torch.device, entries: Iterable[Any]) -> Machine:
-    """Return what this worker computes on; `entries` are the layers that it holds by now."""
+    """Return what this worker computes on; `entries` are the layers that it holds by now.
+
+    Raises:
+        ProcError: the size of the host's memory cannot be read.
+    """
     if device.type == "cpu":
         tensors = [
             tensor
@@ -60,7 +64,11 @@ def machine_of(device: torch.device, entries: Iterable[Any]) -> Machine:
             for tensor in (*entry.parameters(), *entry.buffers())
             if not is_fake(tensor)
         ]
-        limit = min(psutil.virtual_memory().total, cgroups.memory_limit() or sys.maxsize)
+        try:
+            memory = psutil.virtual_memory().total
+        except OSError as error:
+            raise ProcError(error) from None
+        limit = min(memory, cgroups.memory_limit() or sys.maxsize)
         base = max(0, used_memory(device) - bytes_of(tensors)) + _LIBRARIES
         return Machine(name_of(device), "", limit, base)
     module = torch.get_device_module(device.type)

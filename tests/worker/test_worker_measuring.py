@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
+from pipeworker.errors import ProcError
 from pipeworker.facts.outline import LayerKind, Outline
 from pipeworker.job.options import Options
 from pipeworker.plan.placement import Placement
@@ -272,3 +276,17 @@ def test_without_the_option_nothing_is_described(tmp_path: Path) -> None:
     described = Measurer(tmp_path, balance="even", recompute="never").described
     assert described.outline is None
     assert described.machine is None
+
+
+def test_memory_whose_size_cannot_be_read_is_an_error_that_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a container without /proc, where the worker would fail later if it is not planned."""
+
+    def refuse() -> NoReturn:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/proc/meminfo")
+
+    monkeypatch.setattr(psutil, "virtual_memory", refuse)
+    reason = r"^/proc: /proc/meminfo cannot be read \(No such file or directory\); mount it: "
+    with pytest.raises(ProcError, match=reason):
+        machine_of(torch.device("cpu"), [])

@@ -8,7 +8,7 @@ import socket
 import struct
 from pathlib import Path
 
-from pipeworker.errors import PipeworkerError
+from pipeworker.errors import ProcError
 from pipeworker.plan.actions import Edge
 from pipeworker.worker.transport import handshake
 from pipeworker.worker.transport.handshake import HandshakeSteps, RendezvousPoint
@@ -20,10 +20,7 @@ def host_identity() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         network = Path("/proc/self/ns/net").stat().st_ino
     except OSError as error:
-        raise PipeworkerError(
-            f"/proc: {error.filename} cannot be read ({error.strerror}); mount it: mount -t proc "
-            "proc /proc"
-        ) from None
+        raise ProcError(error) from None
     return f"{boot}/{network}/{os.getuid()}"
 
 
