@@ -11,8 +11,11 @@ import torch
 from torch import nn
 
 from pipeworker.job import file
+from support.in_process.single_worker import restored_process
 from support.real_jobs.jobs import Jobs
 from support.slow import slow
+
+restored = pytest.fixture(autouse=True)(restored_process)
 
 PAPERS = Path(__file__).parents[2] / "examples" / "papers"
 TRANSFORMER = ("--width", "2048", "--inner", "8192", "--heads", "32", "--words", "32000")
