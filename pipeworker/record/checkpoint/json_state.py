@@ -90,6 +90,8 @@ def _of_numpy(value: Any, name: str) -> torch.Tensor:
 
 def is_whole(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's elements fill its memory, each at a place of its own."""
+    if tensor.is_contiguous():
+        return True
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 

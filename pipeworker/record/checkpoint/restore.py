@@ -58,8 +58,7 @@ def restore(
             for index, layer, _ in stage.indexed():
                 saved.set_unlisted_buffers(index, layer, device)
             saved.share_unlisted_buffers(stage)
-            for index, layer, _ in stage.indexed():
-                saved.restore_strides(index, layer)
+            saved.restore_strides(stage)
             _restore_updates(stage, saved, user_code)
 
 

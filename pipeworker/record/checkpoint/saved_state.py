@@ -34,7 +34,7 @@ class SavedState:
     weights: dict[str, TensorFile] = field(default_factory=dict)
     extra: dict[str, PackedValue] = field(default_factory=dict)
     buffers: dict[str, PackedValue] = field(default_factory=dict)
-    strides: dict[str, Any] = field(default_factory=dict)  # of buffers; none in older files
+    strides: dict[str, Any] = field(default_factory=dict)  # by name; older files lack some
     made: dict[str, str] = field(default_factory=dict)  # by forwards; none in older files
     states: dict[str, PackedValue] = field(default_factory=dict)  # of optimizers, by parameter
     groups: dict[str, SavedGroup] = field(default_factory=dict)  # by parameter
@@ -180,19 +180,33 @@ class SavedState:
                 if other is not None and _is_like(other, _buffer(layer, key)):
                     _put_buffer(layer, key, other, persistent=False)
 
-    def restore_strides(self, index: int, layer: nn.Module) -> None:
-        """Give buffers the strides that they had: matrix kernels choose their order by these."""
-        made: dict[torch.Tensor, torch.Tensor] = {}  # several names may have one buffer
-        for key, buffer in [*layer.named_buffers(remove_duplicate=False)]:
-            strides = self.strides.get(self.names.parameter(index, key))
-            if strides is not None and [*buffer.stride()] != strides:
-                path, _, name = key.rpartition(".")
+    def restore_strides(self, stage: StageState) -> None:
+        """Give tensors the strides that they had: matrix kernels choose their order by these.
+
+        An optimizer or a forward had replaced the memory that the layers were built with.
+        """
+        made: dict[Any, torch.Tensor] = {}
+        for index, layer, _ in stage.indexed():
+            for key, tensor in [
+                *layer.named_parameters(remove_duplicate=False),
+                *layer.named_buffers(remove_duplicate=False),
+            ]:
+                strides = self.strides.get(self.names.parameter(index, key))
+                if strides is None or [*tensor.stride()] == strides:
+                    continue
+                is_parameter = isinstance(tensor, nn.Parameter)
+                # Several names may have one buffer. The places of a tied weight share its memory.
+                one = (tensor.data_ptr(), tensor.shape) if is_parameter else tensor
                 try:
-                    if buffer not in made:
-                        made[buffer] = with_strides(buffer, strides)
+                    if one not in made:
+                        made[one] = with_strides(tensor.detach(), strides)
                 except (TypeError, ValueError, RuntimeError) as error:
                     raise damaged(self.files[0].state, f"{error!s:.80}") from None
-                setattr(_submodule(layer, path), name, made[buffer])
+                path, _, name = key.rpartition(".")
+                if is_parameter:
+                    tensor.data = made[one]
+                else:
+                    setattr(_submodule(layer, path), name, made[one])
 
     def state_of(self, index: int, layer: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the saved state dict of a layer."""

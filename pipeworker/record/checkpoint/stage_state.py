@@ -167,16 +167,19 @@ class StageState:
                 found[name] = firsts[id(buffer)]
         return found
 
-    def buffer_strides(self) -> dict[str, list[int]]:
-        """Return the strides of buffers that have several dims, by name.
+    def strides(self) -> dict[str, list[int]]:
+        """Return the strides of parameters and buffers that have several dims, by name.
 
-        A buffer that is expanded, or a part of other memory, is left out: a copy has other strides.
+        A tensor that is expanded, or a part of other memory, is left out: a copy has other strides.
         """
         return {
-            self.names.parameter(index, key): [*buffer.stride()]
+            self.names.parameter(index, key): [*tensor.stride()]
             for index, layer, _ in self.indexed()
-            for key, buffer in layer.named_buffers(remove_duplicate=False)
-            if buffer.layout is torch.strided and buffer.dim() > 1 and is_whole(buffer)
+            for key, tensor in (
+                *layer.named_parameters(remove_duplicate=False),
+                *layer.named_buffers(remove_duplicate=False),
+            )
+            if tensor.layout is torch.strided and tensor.dim() > 1 and is_whole(tensor)
         }
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -292,7 +295,7 @@ class WorkerContent:
                         content.complex.append(name)
                 else:
                     extra[name] = pack(value, content.others, name)
-            strides |= stage.buffer_strides()
+            strides |= stage.strides()
             made |= stage.made_buffers()
             for name, buffer in stage.unlisted_buffers().items():
                 with suppress(UsageError):  # a sparse one, which the layer builds again

@@ -224,6 +224,36 @@ def test_buffers_and_optimizer_state_that_are_column_by_column_stay_so(tmp_path:
     assert torch.equal(layers[0].weight, layers[1].weight)
 
 
+class Projected(optim.SGD):
+    """An optimizer that replaces each matrix by an orthogonal one, column by column."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data = torch.linalg.qr(parameter.detach()).Q
+
+
+def test_weights_that_an_optimizer_has_replaced_are_restored_column_by_column(
+    tmp_path: Path,
+) -> None:
+    stages = [[nn.Linear(4, 4, bias=False) for _ in range(3)] for _ in range(2)]
+    updates = []
+    for layers in stages:
+        layers[2].weight.data = layers[0].weight.data  # places of a tied weight
+        updates.append(Projected([layer.weight for layer in layers[:2]]))
+    left, right = stages
+    left[1](left[0](torch.randn(2, 4))).sum().backward()
+    updates[0].step()
+    left[2].weight.data = left[0].weight.data
+    save_worker_files(tmp_path, 0, 1, [checkpoints.part(left, 0, updates[0])])
+    restore([shard_of(tmp_path)], [checkpoints.part(right, 0, updates[1])])
+    for one, other in zip(left, right, strict=True):
+        assert not one.weight.is_contiguous()
+        assert torch.equal(one.weight, other.weight)
+        assert one.weight.stride() == other.weight.stride()
+    assert right[0].weight.data_ptr() == right[2].weight.data_ptr()
+
+
 def test_optimizer_state_of_every_class_of_dict_is_restored(tmp_path: Path) -> None:
     layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
     updates = [optim.SGD(layer.parameters()) for layer in layers]
