@@ -248,13 +248,15 @@ class Reduction:
     def send_weights(self, shards: Sequence[Sequence[nn.Parameter]]) -> None:
         """Send the weights that this replica has updated to all others, in pieces.
 
-        `shards` has the weights that each replica updates.
+        Strides come with each piece: a frame with another value has a header. `shards` has the
+        weights that each replica updates.
         """
         weights = Weights(shards[self._replica])
+        strides = weights.strides()
         for sender in self._senders.values():
             sender.begin(_UPDATE)
             for number, piece in enumerate(weights.parts[0], _WEIGHTS):
-                sender.send(number, weights.read(piece))
+                sender.send(number, (weights.read(piece), strides))
 
     def receive_weights(self, shards: Sequence[Sequence[nn.Parameter]]) -> None:
         """Receive the weights that the others have updated; see :meth:`send_weights`."""
@@ -263,7 +265,9 @@ class Reduction:
             pieces = weights.parts[0]
             receiver.begin(_UPDATE, range(_WEIGHTS, _WEIGHTS + len(pieces)))
             for number, piece in enumerate(pieces, _WEIGHTS):
-                weights.write(piece, receiver.receive(number))
+                values, strides = receiver.receive(number)
+                weights.set_strides(strides)
+                weights.write(piece, values)
                 self._stage.tracker.progress()
                 receiver.release(number)
             weights.end()

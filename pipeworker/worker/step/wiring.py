@@ -185,6 +185,8 @@ class Wiring:
             reduction.send_weights(shards[stage])
         for stage, reduction in self.reductions.items():
             reduction.receive_weights(shards[stage])
+        for ties in self.ties.values():
+            ties.share()
         self.flush()
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ replica has not used contributes nothing there, and has no gradient if no replic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.plan.partition import block, pieces, sizes
+from pipeworker.record.checkpoint.json_state import is_whole, with_strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +189,26 @@ class Weights(Layout):
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__([("", parameter) for parameter in parameters], 1)
         self._flat = [_flat(parameter.detach()) for parameter in parameters]
+
+    def strides(self) -> dict[int, list[int]]:
+        """Return the strides of the weights that are not contiguous, by their indices."""
+        return {
+            index: [*parameter.stride()]
+            for index, parameter in enumerate(self.parameters)
+            if not parameter.is_contiguous() and is_whole(parameter)
+        }
+
+    def set_strides(self, strides: Mapping[int, Sequence[int]]) -> None:
+        """Give the weights the strides that they have where they were updated, before a write.
+
+        An optimizer may have replaced their memory, and matrix kernels choose their order by it.
+        """
+        for index in strides.keys() | self.strides().keys():
+            parameter = self.parameters[index]
+            wanted = [*strides.get(index, torch.empty(parameter.shape, device="meta").stride())]
+            if [*parameter.stride()] != wanted:
+                parameter.data = with_strides(parameter.detach(), wanted)
+                self._flat[index] = _flat(parameter.detach())
 
     def end(self) -> None:
         """Store the weights that were written, where their memory is in another order."""

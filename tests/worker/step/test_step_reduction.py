@@ -87,7 +87,7 @@ def test_each_piece_that_has_arrived_is_progress() -> None:
         0: [flags, torch.zeros(2)],
         1: [torch.ones(3)],
         -1: [torch.ones(3)],
-        weights: [torch.ones(6)],
+        weights: ([torch.ones(6)], {}),
     }
     receiver: Any = SimpleNamespace(
         begin=lambda *_: None, release=lambda _: None, receive=received.__getitem__

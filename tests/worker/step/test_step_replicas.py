@@ -291,6 +291,45 @@ def test_a_sharded_optimizer_equals_a_whole_one(replicas: int) -> None:
             assert max(sizes) < len(updaters[0].parameters)
 
 
+class Turned(torch.optim.SGD):
+    """An optimizer that replaces each matrix by one in another order, in every second step."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        self.steps += 1
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.dim() == 2:
+                turned = parameter.detach().t().contiguous().t()
+                parameter.data = turned if self.steps % 2 else turned.contiguous()
+
+
+def test_weights_that_a_sharded_optimizer_replaces_lie_alike_on_all_replicas() -> None:
+    torch.manual_seed(3)
+    sizes = ((6, 6), (6, 9), (9, 6), (6, 6), (6, 2))
+    layers: list[nn.Module] = [nn.Linear(*size) for size in sizes]
+    for steps in (1, 2):
+        batches, found = data(*(7,) * steps), []
+        for sharded in (False, True):
+            pipeline = Pipeline(
+                copy.deepcopy(layers),
+                mse,
+                batches,
+                filled(Placement.identity(1, 3)),
+                microbatches=3,
+                optimizer=lambda parameters: Turned(parameters, lr=0.1),
+                tied=[("0.weight", "3.weight")],
+                sharded=sharded,
+            )
+            found.append(pipeline.train(steps))
+            for one in pipeline.copies:
+                weights = [p for layer in one.layers for p in layer.parameters() if p.dim() == 2]
+                assert {p.is_contiguous() for p in weights} == {steps == 2}
+                assert weights[0].data_ptr() == weights[3].data_ptr()
+        assert_equal(found[1], found[0])
+
+
 def test_a_sparse_gradient_is_rejected_with_its_name() -> None:
     layers = [nn.Embedding(10, 6, sparse=True), nn.Linear(6, 2)]
     batches = [(torch.arange(8) % 10, torch.randn(8, 2))]
