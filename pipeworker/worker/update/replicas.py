@@ -54,10 +54,9 @@ class Layout:
         sizes_of: dict[tuple[torch.dtype, torch.device], int] = {}
         self._places: list[Piece] = []  # by parameter
         for parameter in self.parameters:
-            real = _real(parameter.detach())
-            kind = real.dtype, real.device
+            kind = parameter.dtype.to_real(), parameter.device
             start = sizes_of.get(kind, 0)
-            sizes_of[kind] = start + real.numel()
+            sizes_of[kind] = start + parameter.numel() * (2 if parameter.is_complex() else 1)
             self._places.append(Piece(list(sizes_of).index(kind), start, sizes_of[kind]))
         self._kinds = list(sizes_of)
         self.parts = [
@@ -188,6 +187,9 @@ class Weights(Layout):
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__([("", parameter) for parameter in parameters], 1)
+        for parameter in parameters:
+            if parameter.is_conj():  # an optimizer has assigned a view, which has no real numbers
+                parameter.data = parameter.detach().resolve_conj()
         self._flat = [_flat(parameter.detach()) for parameter in parameters]
 
     def strides(self) -> dict[int, list[int]]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipeworker.plan import partition
-from pipeworker.worker.update.replicas import Gradients, shards
+from pipeworker.worker.update.replicas import Gradients, Weights, shards
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6)
 
@@ -72,6 +72,16 @@ def test_a_gradient_that_is_a_conjugate_view_is_added_up() -> None:
     own = [found.read(piece) for part in found.parts for piece in part]
     assert torch.cat([run for runs in own for run in runs]).tolist() == [1, -2, 3, 4]
     assert torch.equal(made.grad, torch.tensor([1 - 2j, 3 + 4j]))
+
+
+def test_a_weight_that_is_a_conjugate_view_is_sent_and_received() -> None:
+    one, other = (nn.Parameter(torch.ones(2, dtype=torch.complex64)) for _ in range(2))
+    one.data = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    sent, received = Weights([one]), Weights([other])
+    for piece in sent.parts[0]:
+        received.write(piece, sent.read(piece))
+    received.end()
+    assert one.tolist() == other.tolist() == [1 - 2j, 3 + 4j]
 
 
 @given(sizes=st.lists(st.integers(1, 50), max_size=12), count=st.integers(1, 5))
