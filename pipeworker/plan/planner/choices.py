@@ -90,6 +90,7 @@ def plan_request(facts: NetworkFacts, request: PlanRequest, *, strict: bool = Tr
             replicas=request.replicas,
             recompute=request.recompute,
             strict=strict,
+            makes=count == request.microbatches,  # a later mini-batch may have more samples
         )
     order = request.order
     placement = order.place(request.workers, request.replicas)

@@ -66,6 +66,7 @@ def search(
     recompute: str = "auto",
     orders: Iterable[Order] | None = None,
     strict: bool = True,
+    makes: bool = True,
 ) -> Planned:
     """Return the plan of the fastest order for a network.
 
@@ -77,6 +78,7 @@ def search(
         recompute: recompute mode of all stages, or ``auto``.
         orders: the known orders; by default all that are registered.
         strict: whether a plan must fit into the memory.
+        makes: whether orders are made, which run no more than `microbatches`.
 
     Raises:
         UsageError: there are fewer layers than workers, or nothing fits although it must.
@@ -102,8 +104,8 @@ def search(
         why = [f"schedule {best.name}: lacks the least memory"]
         return planned(best.divisions, best.judged, best.divisions.placement.copies(replicas), why)
     fitting = [found for found in known if not found.judged.excess]
-    splits = all(layer.splits for layer in facts.layers)  # as all orders that are made do
-    made: _Found | None = min(_made(fitting), key=_rank, default=None) if splits else None
+    makes = makes and all(layer.splits for layer in facts.layers)  # as all that are made do
+    made: _Found | None = min(_made(fitting), key=_rank, default=None) if makes else None
     if made is not None and made.judged.seconds < best.judged.seconds * (1 - _SAME):
         improved = search_balance(made.divisions, _NODES)
         fitting = [_Found(made.divisions, min(improved, made.judged), made.number), *fitting]

@@ -10,7 +10,7 @@ import pytest
 from pipeworker.errors import UsageError
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.plan.actions import COMPUTE, Kind
-from pipeworker.plan.orders import ORDERS
+from pipeworker.plan.orders import ORDERS, resolve
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.planner import choices
 from pipeworker.plan.planner.choices import (
@@ -55,6 +55,16 @@ def test_a_plan_has_no_more_micro_batches_than_the_mini_batch_had_samples(schedu
     assert largest_microbatches(small, GPIPE) == largest_microbatches(
         replace(small, batch_samples=0), GPIPE
     )
+
+
+def test_an_order_is_made_only_where_the_mini_batch_had_all_micro_batches() -> None:
+    """An order that is made runs no more than it was made for; a later mini-batch may have all."""
+    facts = replace(network(LAYERS), batch_samples=4)
+    for microbatches in (4, 5):
+        found = plan_request(facts, PlanRequest("auto", 2, microbatches))
+        assert (found.name == "auto") is (microbatches == 4)
+        order = resolve(found.order, found.virtual_stages)
+        order.build(found.schedule.placement, microbatches, found.recompute)
 
 
 def test_a_search_for_the_schedule_keeps_to_the_other_options() -> None:
