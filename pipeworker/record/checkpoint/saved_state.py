@@ -197,16 +197,19 @@ class SavedState:
                 is_parameter = isinstance(tensor, nn.Parameter)
                 # Several names may have one buffer. The places of a tied weight share its memory.
                 one = (tensor.data_ptr(), tensor.shape) if is_parameter else tensor
-                try:
-                    if one not in made:
-                        made[one] = with_strides(tensor.detach(), strides)
-                except (TypeError, ValueError, RuntimeError) as error:
-                    raise damaged(self.files[0].state, f"{error!s:.80}") from None
+                if one not in made:
+                    made[one] = self._with_strides(tensor.detach(), strides)
                 path, _, name = key.rpartition(".")
                 if is_parameter:
                     tensor.data = made[one]
                 else:
                     setattr(_submodule(layer, path), name, made[one])
+
+    def _with_strides(self, tensor: torch.Tensor, strides: Any) -> torch.Tensor:
+        try:
+            return with_strides(tensor, strides)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise damaged(self.files[0].state, f"{error!s:.80}") from None
 
     def state_of(self, index: int, layer: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the saved state dict of a layer."""
@@ -218,10 +221,13 @@ class SavedState:
         )
         copied = {key for key, _ in named if key.rpartition(".")[0] not in own}
         for key in dict.fromkeys([*state, *self.weight_keys.get(index, ())]):
-            weight = self._weight(self.names.parameter(index, key))
+            full = self.names.parameter(index, key)
+            weight = self._weight(full)
             if weight is not None:
                 file, stored = weight
                 found[key] = file.mapped(stored) if key in copied else file[stored]
+                if is_extra_state(key) and full in self.strides:
+                    found[key] = self._with_strides(found[key], self.strides[full])
         for key in self.extra_keys.get(index, ()):
             found[key] = self.extra[self.names.parameter(index, key)].read()
         return found

@@ -168,18 +168,22 @@ class StageState:
         return found
 
     def strides(self) -> dict[str, list[int]]:
-        """Return the strides of parameters and buffers that have several dims, by name.
+        """Return the strides of parameters, buffers and extra state with several dims, by name.
 
         A tensor that is expanded, or a part of other memory, is left out: a copy has other strides.
         """
         return {
             self.names.parameter(index, key): [*tensor.stride()]
-            for index, layer, _ in self.indexed()
+            for index, layer, state in self.indexed()
             for key, tensor in (
                 *layer.named_parameters(remove_duplicate=False),
                 *layer.named_buffers(remove_duplicate=False),
+                *((k, v) for k, v in state.items() if is_extra_state(k)),
             )
-            if tensor.layout is torch.strided and tensor.dim() > 1 and is_whole(tensor)
+            if isinstance(tensor, torch.Tensor)
+            and tensor.layout is torch.strided
+            and tensor.dim() > 1
+            and is_whole(tensor)
         }
 
     def parameters(self) -> dict[str, nn.Parameter]:

@@ -224,6 +224,25 @@ def test_buffers_and_optimizer_state_that_are_column_by_column_stay_so(tmp_path:
     assert torch.equal(layers[0].weight, layers[1].weight)
 
 
+def test_extra_state_that_is_column_by_column_stays_so(tmp_path: Path) -> None:
+    class Own(nn.Module):
+        def __init__(self, basis: torch.Tensor) -> None:
+            super().__init__()
+            self.basis = basis
+
+        def get_extra_state(self) -> torch.Tensor:
+            return self.basis
+
+        def set_extra_state(self, state: torch.Tensor) -> None:
+            self.basis = state
+
+    one, other = Own(torch.randn(3, 3).t()), Own(torch.zeros(3, 3))
+    save_worker_files(tmp_path, 0, 1, [checkpoints.part([one], 0)])
+    restore([shard_of(tmp_path)], [checkpoints.part([other], 0)])
+    assert torch.equal(one.basis, other.basis)
+    assert one.basis.stride() == other.basis.stride()
+
+
 class Projected(optim.SGD):
     """An optimizer that replaces each matrix by an orthogonal one, column by column."""
 
