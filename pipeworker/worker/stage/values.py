@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from pipeworker.record.checkpoint.json_state import is_whole, with_strides
 from pipeworker.record.checkpoint.tensor_file import raw_bytes
 from pipeworker.worker.internals import dense_parts, map_tensor_leaves, pytree, version_of
 
@@ -143,3 +144,33 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bits of a dense tensor, as uint8 of shape ``[bytes]``."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     return raw_bytes(plain.contiguous())
+
+
+def strides_of(tensors: Sequence[torch.Tensor]) -> dict[int, list[int]]:
+    """Return the strides of the tensors that are not contiguous, by their indices.
+
+    A tensor that is expanded, or a part of other memory, is left out: a copy has other strides.
+    """
+    return {
+        index: [*tensor.stride()]
+        for index, tensor in enumerate(tensors)
+        if is_dense(tensor) and not tensor.is_contiguous() and is_whole(tensor)
+    }
+
+
+def set_strides(tensors: Sequence[torch.Tensor], strides: Mapping[int, Sequence[int]]) -> list[int]:
+    """Give tensors the strides that :func:`strides_of` returned of their counterparts.
+
+    Code may have replaced the memory of these, and matrix kernels choose their order by strides.
+
+    Returns:
+        The indices of the tensors that have other memory now.
+    """
+    changed = []
+    for index in sorted(strides.keys() | strides_of(tensors).keys()):
+        tensor = tensors[index]
+        wanted = [*strides.get(index, torch.empty(tensor.shape, device="meta").stride())]
+        if [*tensor.stride()] != wanted:
+            tensor.data = with_strides(tensor.detach(), wanted)
+            changed.append(index)
+    return changed

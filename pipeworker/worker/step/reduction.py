@@ -160,7 +160,7 @@ class Reduction:
         for number, piece in enumerate(self._parts[own], 1):
             self._sum_piece(number, piece)
         if own == 0 and self._buffers:
-            packed = self._buffers.pack(self._stage.device)
+            packed = self._buffers.pack(self._stage.device), self._buffers.strides()
             for sender in self._senders.values():
                 sender.send(_BUFFERS, packed)
 
@@ -208,7 +208,7 @@ class Reduction:
                 self._stage.tracker.progress()
                 receiver.release(-number)
             if origin == 0 and self._buffers:
-                self._buffers.unpack(receiver.receive(_BUFFERS))
+                self._buffers.unpack(*receiver.receive(_BUFFERS))
                 receiver.release(_BUFFERS)
         self._gradients.end()
 

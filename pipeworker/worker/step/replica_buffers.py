@@ -5,7 +5,7 @@ DDP's ``broadcast_buffers`` does the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
 
 import torch
@@ -14,7 +14,14 @@ from torch import nn
 from pipeworker.errors import UsageError
 from pipeworker.worker.internals import buffers_of, version_of
 from pipeworker.worker.stage.slots import Slot
-from pipeworker.worker.stage.values import bits_of, checksums, is_checked, is_dense
+from pipeworker.worker.stage.values import (
+    bits_of,
+    checksums,
+    is_checked,
+    is_dense,
+    set_strides,
+    strides_of,
+)
 
 _SMALL = 1 << 16
 """Bytes of a buffer that is sent after every mini-batch. Running statistics are small, and a change
@@ -115,17 +122,25 @@ class ReplicaBuffers:
         layer, _, key = f"{place}.{name}".partition(".")
         return layer, key
 
-    def unpack(self, packed: torch.Tensor) -> None:
-        """Copy the bytes that :meth:`pack` returned on replica 0, where they differ."""
+    def strides(self) -> dict[int, list[int]]:
+        """Return the strides of the chosen buffers that are not contiguous, by their indices."""
+        return strides_of([*map(_get, self._chosen)])
+
+    def unpack(self, packed: torch.Tensor, strides: Mapping[int, Sequence[int]]) -> None:
+        """Copy the bytes that :meth:`pack` returned on replica 0, where they differ.
+
+        The buffers get the `strides` that they have there, which a checkpoint records.
+        """
         own_bytes = self.pack(packed.device)
         if own_bytes.shape != packed.shape:
             raise UsageError(
                 f"stage {self._stage}: its buffers have other sizes on another replica; build the "
                 "same model on each"
             )
+        buffers = [_get(slot) for slot in self._chosen]
+        set_strides(buffers, strides)
         if torch.equal(own_bytes, packed):
             return
-        buffers = [_get(slot) for slot in self._chosen]
         sizes = [buffer.nbytes for buffer in buffers]
         own, sent = (torch.split(both, sizes) for both in (own_bytes, packed))
         # Together: an accelerator is waited for once.

@@ -16,7 +16,7 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.plan.partition import block, pieces, sizes
-from pipeworker.record.checkpoint.json_state import is_whole, with_strides
+from pipeworker.worker.stage.values import set_strides, strides_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,23 +194,12 @@ class Weights(Layout):
 
     def strides(self) -> dict[int, list[int]]:
         """Return the strides of the weights that are not contiguous, by their indices."""
-        return {
-            index: [*parameter.stride()]
-            for index, parameter in enumerate(self.parameters)
-            if not parameter.is_contiguous() and is_whole(parameter)
-        }
+        return strides_of(self.parameters)
 
     def set_strides(self, strides: Mapping[int, Sequence[int]]) -> None:
-        """Give the weights the strides that they have where they were updated, before a write.
-
-        An optimizer may have replaced their memory, and matrix kernels choose their order by it.
-        """
-        for index in strides.keys() | self.strides().keys():
-            parameter = self.parameters[index]
-            wanted = [*strides.get(index, torch.empty(parameter.shape, device="meta").stride())]
-            if [*parameter.stride()] != wanted:
-                parameter.data = with_strides(parameter.detach(), wanted)
-                self._flat[index] = _flat(parameter.detach())
+        """Give the weights the strides that they have where they were updated, before a write."""
+        for index in set_strides(self.parameters, strides):
+            self._flat[index] = _flat(self.parameters[index].detach())
 
     def end(self) -> None:
         """Store the weights that were written, where their memory is in another order."""

@@ -207,8 +207,43 @@ def test_buffers_that_differ_wait_for_a_device_twice_however_many_they_are() -> 
             norm.running_mean.fill_(2.0)  # type: ignore[union-attr]
     device.move(norms)
     with device.active():
-        buffers.unpack(device.put(sent))
+        buffers.unpack(device.put(sent), {})
     assert len(device.waits) == 2
     for norm in norms:
         assert norm.running_mean is not None
         assert device.read(norm.running_mean).tolist() == [0.0, 0.0]
+
+
+class Turned(nn.Module):
+    """A layer whose first forward replaces a buffer by one that lies column by column."""
+
+    basis: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("basis", torch.randn(6, 6))
+        self.register_buffer("again", self.basis)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.basis.is_contiguous():
+            self.basis = self.basis.t().contiguous().t()
+            self.again = self.basis
+        return x @ self.basis
+
+
+def test_a_replica_without_micro_batches_gets_the_strides_of_buffers() -> None:
+    """A run that resumes gives all replicas the strides of replica 0."""
+    layers = [nn.Linear(6, 6), Turned(), nn.Linear(6, 2)]
+    pipeline = Pipeline(
+        copy.deepcopy(layers),
+        mse,
+        data(1),
+        filled(Placement.identity(1, 2)),
+        microbatches=2,
+        optimizer=adam,
+    )
+    pipeline.train(1)
+    for one in pipeline.copies:
+        turned = one.layers[1]
+        assert turned.get_buffer("basis").stride() == (1, 6)
+        assert turned.get_buffer("again") is turned.get_buffer("basis")
