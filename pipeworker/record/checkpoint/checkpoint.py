@@ -8,6 +8,7 @@ everything else as JSON. Frozen weights are in a file of their own. The names ar
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,7 +61,7 @@ class Checkpoint:
         self.manifest.check_files(self.path)
 
     def weights(self) -> Tensors:
-        """Return all weights in model order, tied ones under each of their names."""
+        """Return all weights in model order; one tensor under each of its names."""
         found: Tensors = {}
         layers = self.manifest.layers
         self.manifest.check_files(self.path, "model-")
@@ -77,7 +78,21 @@ class Checkpoint:
                 if first not in found or name not in layers:
                     raise invalid(self.path, f"no part has {reprlib.repr(name)}, a tied weight")
                 found[name] = found[first]
+        for name, first in self._aliases():
+            if first not in found or name not in found:
+                raise invalid(self.path, f"no part has {reprlib.repr(name)}, a name of a weight")
+            found[name] = found[first]
         return dict(sorted(found.items(), key=lambda item: layers.split(item[0])[0]))
+
+    def _aliases(self) -> Iterator[tuple[str, str]]:
+        """Yield the further names of weights that have several in a layer, with the first."""
+        for files in self.worker_files():
+            self.manifest.check_files(self.path, files.state.name)
+            found = read_plain(files.state).get("aliases", {})  # none in older files
+            try:
+                yield from msgspec.convert(found, dict[str, str]).items()
+            except msgspec.ValidationError as error:
+                raise invalid(files.state, error) from None
 
     def extra(self) -> dict[str, PackedValue]:
         """Return what state dicts have besides weights, by name; it is read when it is needed."""

@@ -186,6 +186,18 @@ class StageState:
             and is_whole(tensor)
         }
 
+    def aliases(self) -> dict[str, str]:
+        """Return the further names of weights that have several in a layer, with the first."""
+        found: dict[str, str] = {}
+        for index, layer, state in self.indexed() if self.keeps_weights else ():
+            firsts: dict[int, str] = {}
+            for key, parameter in layer.named_parameters(remove_duplicate=False):
+                if key in state and self.names.is_first(index, key):
+                    name = self.names.parameter(index, key)
+                    if firsts.setdefault(id(parameter), name) != name:
+                        found[name] = firsts[id(parameter)]
+        return found
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return each parameter once, in model order, by the first of its names."""
         found: dict[str, nn.Parameter] = {}
@@ -287,6 +299,7 @@ class WorkerContent:
         buffers: dict[str, Any] = {}
         strides: dict[str, list[int]] = {}
         made: dict[str, str] = {}
+        aliases: dict[str, str] = {}
         for stage in stages:
             content.frozen |= stage.frozen()
             for name, value in stage.entries().items():
@@ -301,6 +314,7 @@ class WorkerContent:
                     extra[name] = pack(value, content.others, name)
             strides |= stage.strides()
             made |= stage.made_buffers()
+            aliases |= stage.aliases()
             for name, buffer in stage.unlisted_buffers().items():
                 with suppress(UsageError):  # a sparse one, which the layer builds again
                     buffers[name] = pack(buffer, content.others, f"buffers/{name}")
@@ -314,6 +328,7 @@ class WorkerContent:
             "updates": updates,
             "strides": strides,
             "made": made,
+            "aliases": aliases,
         }
         for stage in stages:
             if stage.adapters is not None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import stat
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from pipeworker.errors import UsageError
@@ -69,6 +72,38 @@ def test_tied_expanded_and_strided_weights_are_exported(tmp_path: Path, suffix: 
     save(layers, (1, 2), tmp_path / "run")
     export_weights(tmp_path / "run", tmp_path / f"out{suffix}")
     assert_exported(layers, tmp_path / f"out{suffix}")
+
+
+@pytest.mark.parametrize("kept", ["1.0.weight", "1.1.weight"])
+def test_a_weight_with_two_names_in_a_layer_is_one_tensor(tmp_path: Path, kept: str) -> None:
+    a, b = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
+    b.weight = a.weight
+    layers = [nn.Linear(3, 3), nn.ModuleList([a, b])]
+    save(layers, (1, 1), tmp_path / "run")
+    export_weights(tmp_path / "run", tmp_path / "out.pt")
+    found = read(tmp_path / "out.pt")
+    assert found["1.0.weight"].data_ptr() == found["1.1.weight"].data_ptr()
+    names = {"0.weight", "0.bias", "1.0.bias", kept}
+    pattern = tmp_path / "pattern"
+    pattern.mkdir()
+    save_file({name: found[name] for name in names}, pattern / "model.safetensors")
+    (pattern / "config.json").write_text("{}")
+    export_weights(tmp_path / "run", f"{tmp_path}/like/", pattern=pattern)
+    assert opened(tmp_path / "like").keys() == names
+
+
+@pytest.mark.parametrize("aliases", [{"0.bias": "0.other"}, {"0.other": "0.bias"}, ["0.bias"]])
+def test_another_name_of_no_weight_is_an_error(tmp_path: Path, aliases: Any) -> None:
+    path = save([nn.Linear(3, 3)], (1,), tmp_path / "run")
+    state, manifest = path / "state-00001-of-00001.json", path / "manifest.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"aliases": aliases}))
+    found = json.loads(manifest.read_text())
+    del found["crc32"]
+    sealed = {"bytes": state.stat().st_size, "crc32": zlib.crc32(state.read_bytes())}
+    found["files"][state.name] = sealed
+    manifest.write_text(json.dumps(found))
+    with pytest.raises(UsageError, match=r"0\.(other|bias)|Expected `object`"):
+        export_weights(tmp_path / "run", tmp_path / "out.pt")
 
 
 def test_a_pickled_file_has_the_extra_state_of_modules(tmp_path: Path) -> None:
