@@ -22,6 +22,10 @@ _LARGE_PACKETS = (
     "if ping -M do -s 1400 gets no answer between two hosts of the job, the network drops large "
     "packets: correct the MTU of their interfaces"
 )
+_LACKS_MEMORY = (
+    " when the kernel killed a process of its host because memory was short; give the job more, or "
+    "use more --microbatches or --recompute always"
+)
 
 
 @dataclass(slots=True)
@@ -171,6 +175,8 @@ class Roster:
     def worker_exited(self, report: WorkerExited) -> Failure:
         """Return the failure of a worker process that ended; it may not have joined."""
         text = f"the worker of {self.placement.names(report.rank)} {describe_exit(report.code)}"
+        if report.lacks_memory:
+            text += _LACKS_MEMORY
         member = self.members.get(report.rank)
         if member is None:
             text = report.unreachable or text

@@ -25,6 +25,7 @@ from typing_extensions import assert_never
 
 from pipeworker.environment import timings, versions
 from pipeworker.errors import AGAIN, PipeworkerError
+from pipeworker.host import cgroups
 from pipeworker.host.data_readers import DataReaders, ReaderLink, ReadingClock
 from pipeworker.host.descriptors import check_available, check_tasks, raise_limit
 from pipeworker.host.device_files import remove_device_files
@@ -76,6 +77,8 @@ class Agent:
         self._held: set[int] = set()
         """Workers that were killed and have not ended: a debugger or a driver holds them."""
         self._memories: dict[int, list[SnapshotMemory]] = {}  # by rank
+        self._memory_kills = cgroups.memory_kills()
+        """The number of processes that the kernel had killed for memory, when last read."""
         self._readers = DataReaders(watcher, self._run_reader)
         self._input: lines.Buffer[lines.ToAgent] = lines.Buffer(lines.ToAgent)
         self._signals = SignalSocket([signal.SIGCHLD, *self._notifications])
@@ -264,7 +267,14 @@ class Agent:
                 reason = ""
                 if code == AGAIN:
                     reason = _cannot_reach(request, "it does not answer", remote=self._remote)
-                _send(lines.WorkerExited(request.rank, request.generation, code, position, reason))
+                lacks_memory = code == -signal.SIGKILL and self._has_killed_for_memory()
+                exited = request.rank, request.generation, code, position, reason, lacks_memory
+                _send(lines.WorkerExited(*exited))
+
+    def _has_killed_for_memory(self) -> bool:
+        """Return whether the kernel has killed a process of this host since the last call."""
+        before, self._memory_kills = self._memory_kills, cgroups.memory_kills()
+        return self._memory_kills > before
 
     def _kill_all(self) -> None:
         for pid in self._workers:

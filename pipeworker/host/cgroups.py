@@ -49,6 +49,12 @@ def available_memory(root: Path = _ROOT) -> int:
     return max(0, free)
 
 
+def memory_kills(root: Path = _ROOT) -> int:
+    """Return how many processes of this host the kernel has killed because memory was short."""
+    found = re.search(r"^oom_kill (\d+)$", _read(root / "proc/vmstat"), re.M)
+    return int(found[1]) if found else 0
+
+
 def available_tasks(root: Path = _ROOT) -> int | None:
     """Return how many more processes and threads the cgroups allow; None for any number."""
     found = []

@@ -83,7 +83,8 @@ class Configuration:
 class WorkerExited:
     """A worker process ended at `position`, with an exit status, or a negative signal as `code`.
 
-    `unreachable` is an error message, if the coordinator has not answered the worker.
+    `unreachable` is an error message, if the coordinator has not answered the worker;
+    `lacks_memory`, whether the kernel killed a process of its host for memory when this one was.
     """
 
     rank: int
@@ -91,6 +92,7 @@ class WorkerExited:
     code: int
     position: Position
     unreachable: str = ""
+    lacks_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)

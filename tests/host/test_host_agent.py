@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any, NoReturn, cast
 import pytest
 
 from pipeworker.errors import AGAIN
-from pipeworker.host import agent
+from pipeworker.host import agent, cgroups
 from pipeworker.host.agent import unreachable_reason
 from pipeworker.record.rundir import file_digest
 from pipeworker.wire.keys import new_token
@@ -79,6 +80,30 @@ def test_what_ends_a_forked_child_before_it_is_a_worker_is_shown(
     _, status = os.waitpid(pids[0], 0)
     assert os.waitstatus_to_exitcode(status) == 1
     assert capfd.readouterr().err.endswith("RuntimeError: not even a worker\n")
+
+
+def test_a_worker_that_ends_as_the_kernel_kills_for_memory_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[FromAgent] = []
+    kills = [3]
+    monkeypatch.setattr(agent, "_send", sent.append)
+    monkeypatch.setattr(agent, "SignalSocket", lambda _: None)
+    monkeypatch.setattr(cgroups, "memory_kills", lambda: kills[0])
+
+    def end() -> None:
+        os.kill(os.getpid(), signal.SIGKILL if kills[0] < 6 else signal.SIGTERM)
+
+    watcher = SimpleNamespace(folder="", close=end, add=lambda _: None, remove=lambda _: None)
+    own = agent.Agent(cast(Any, watcher), remote=False)
+    for count in (3, 4, 4, 6):
+        kills[0] = count
+        own.fork(request("tcp://127.0.0.1:1"))
+        before = len(sent)
+        while len(sent) == before or not isinstance(sent[-1], WorkerExited):
+            own._reap()
+    ended = [(one.code, one.lacks_memory) for one in sent if isinstance(one, WorkerExited)]
+    assert ended == [(-9, False), (-9, True), (-9, False), (-15, False)]
 
 
 HOSTILE = """

@@ -150,6 +150,12 @@ def test_memory_that_is_not_known_is_not_available(tmp_path: Path) -> None:
     assert available_memory(tmp_path) == 0
 
 
+def test_processes_that_the_kernel_kills_for_memory_are_counted(tree: Tree) -> None:
+    assert cgroups.memory_kills(tree.root) == 0
+    tree.write("proc/vmstat", "pgfault 7\noom_kill 3\noom_kill_other 9\n")
+    assert cgroups.memory_kills(tree.root) == 3
+
+
 def test_this_process_has_memory() -> None:
     assert cgroups.available_memory() > 0
 

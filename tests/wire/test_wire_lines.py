@@ -90,7 +90,7 @@ def test_every_event_round_trips(event: Line) -> None:
 def test_a_line_is_a_name_and_fields() -> None:
     assert encode(Forked(1, 2, 3)) == b'["Forked", [1, 2, 3]]\n'
     assert encode(WorkerExited(1, 2, -9, Position(Phase.LOSS, 4))) == (
-        b'["WorkerExited", [1, 2, -9, [9, 4, -1, -1], ""]]\n'
+        b'["WorkerExited", [1, 2, -9, [9, 4, -1, -1], "", false]]\n'
     )
     assert encode(Interrupt()) == b'["Interrupt", []]\n'
     assert encode(HostLost((2, 3), "a\nb")) == b'["HostLost", [[2, 3], "a\\nb", false]]\n'

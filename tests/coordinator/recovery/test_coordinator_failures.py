@@ -14,6 +14,7 @@ from pipeworker.coordinator.waiting import State
 from pipeworker.errors import AGAIN
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
+from pipeworker.wire.lines import WorkerExited
 from pipeworker.wire.messages.checkpoint import Restore, Saved
 from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Hello
 from support.pure.coordinator import (
@@ -49,6 +50,16 @@ def test_a_secondary_failure_waits_for_its_cause() -> None:
     assert (
         len([text for log in of(job.effects, Log) if "secondary failure" in (text := log.text)])
         == 2
+    )
+
+
+def test_a_worker_killed_for_memory_has_a_message_that_says_so() -> None:
+    job = ScriptedJob(3).running()
+    job.handle(WorkerExited(1, job.number, -9, Position(), lacks_memory=True))
+    assert job.failure.message == (
+        "the worker of stage 1 was killed by SIGKILL when the kernel killed a process of its host "
+        "because memory was short; give the job more, or use more --microbatches or --recompute "
+        "always"
     )
 
 
