@@ -33,7 +33,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from pipeworker.errors import UsageError, a_type
 from pipeworker.job.signatures import with_start
@@ -297,12 +297,22 @@ class Epoch:
         self.count += not self._ended
         if not self._is_searched:
             self._is_searched = True
+            self._reject_sample(item)
             self._search_again()
         if self.stateful and not self._ended:
             self._state_before_read["over"] = False  # whatever length it says it has
         if not self._ended and (self._by_number or self._takes_start):
             self._recent.append(self._states())
         return item
+
+    def _reject_sample(self, item: Any) -> None:
+        """Reject an item of a dataset that has a number for a target, as samples have."""
+        is_pair = isinstance(item, (tuple, list)) and len(item) == 2
+        if isinstance(self._source, Dataset) and is_pair and isinstance(item[1], (int, float)):
+            raise UsageError(
+                f"{self._name}(): gave {a_type(self._source)} of samples, whose targets are "
+                "numbers; return DataLoader(samples, batch_size=...)"
+            )
 
     def _search_again(self) -> None:
         """Have mini-batches read again on resume if the first one has made a generator.

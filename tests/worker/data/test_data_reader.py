@@ -196,6 +196,19 @@ def test_an_invalid_mini_batch_is_rejected(item: Any, message: str) -> None:
         reader([item]).read()
 
 
+def test_a_dataset_whose_targets_are_numbers_is_one_of_samples() -> None:
+    """A loop may have a number for a target that its loss does not use."""
+
+    class Samples(Mapped):
+        def __getitem__(self, index: int) -> Any:
+            return torch.zeros(1, 8), index
+
+    with pytest.raises(UsageError, match=r"gave a Samples of samples, .*; return DataLoader\("):
+        reader(Samples()).read()
+    assert reader(DataLoader(Samples(), batch_size=2)).read()
+    assert reader([(torch.zeros(1, 8), 0)]).read()
+
+
 @pytest.mark.parametrize(
     "item",
     [
