@@ -187,14 +187,17 @@ class SavedState:
         """
         made: dict[Any, torch.Tensor] = {}
         for index, layer, _ in stage.indexed():
+            # Their class shows nothing: torch.jit.load() returns modules whose weights are tensors.
+            parameters = dict(layer.named_parameters(remove_duplicate=False))
             for key, tensor in [
-                *layer.named_parameters(remove_duplicate=False),
+                *parameters.items(),
                 *layer.named_buffers(remove_duplicate=False),
             ]:
                 strides = self.strides.get(self.names.parameter(index, key))
-                if strides is None or [*tensor.stride()] == strides:
+                # All tensors without elements have one address.
+                if strides is None or not tensor.numel() or [*tensor.stride()] == strides:
                     continue
-                is_parameter = isinstance(tensor, nn.Parameter)
+                is_parameter = key in parameters
                 # Several names may have one buffer. The places of a tied weight share its memory.
                 one = (tensor.data_ptr(), tensor.shape) if is_parameter else tensor
                 if one not in made:

@@ -273,6 +273,35 @@ def test_weights_that_an_optimizer_has_replaced_are_restored_column_by_column(
     assert right[0].weight.data_ptr() == right[2].weight.data_ptr()
 
 
+def test_a_weight_of_a_loaded_script_stays_the_one_that_is_trained(tmp_path: Path) -> None:
+    """The weight is a plain tensor, which restore() must not take for a buffer."""
+    scripted: Any = torch.jit.script(nn.Linear(3, 3))
+    torch.jit.save(scripted, tmp_path / "linear.pt")
+    one, other = (torch.jit.load(tmp_path / "linear.pt") for _ in range(2))  # type: ignore[no-untyped-call]
+    one.weight.data = torch.linalg.qr(one.weight.detach()).Q
+    update = optim.SGD(other.parameters())
+    folder = tmp_path / "run" / "checkpoints" / "x"
+    folder.mkdir(parents=True)
+    save_worker_files(folder, 0, 1, [checkpoints.part([one], 0)])
+    restore([shard_of(folder)], [checkpoints.part([other], 0, update)])
+    weight = update.param_groups[0]["params"][0]
+    assert weight.data_ptr() == other.weight.data_ptr()
+    assert weight.requires_grad
+    assert torch.equal(weight, one.weight)
+    assert weight.stride() == one.weight.stride() == (1, 3)
+
+
+def test_weights_without_elements_keep_their_dtypes(tmp_path: Path) -> None:
+    """All such weights have one address, as the places of a tied weight have."""
+    dtypes = torch.float32, torch.float64
+    left, right = (nn.ParameterList(torch.zeros(0, 3, dtype=d) for d in dtypes) for _ in range(2))
+    for parameter in left:
+        parameter.data = torch.zeros(3, 0, dtype=parameter.dtype).t()
+    save_worker_files(tmp_path, 0, 1, [checkpoints.part([left], 0)])
+    restore([shard_of(tmp_path)], [checkpoints.part([right], 0)])
+    assert [parameter.dtype for parameter in right] == [*dtypes]
+
+
 def test_optimizer_state_of_every_class_of_dict_is_restored(tmp_path: Path) -> None:
     layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
     updates = [optim.SGD(layer.parameters()) for layer in layers]
