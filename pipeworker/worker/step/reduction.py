@@ -248,15 +248,16 @@ class Reduction:
     def send_weights(self, shards: Sequence[Sequence[nn.Parameter]]) -> None:
         """Send the weights that this replica has updated to all others, in pieces.
 
-        Strides come with each piece: a frame with another value has a header. `shards` has the
-        weights that each replica updates.
+        Strides come with the first piece: a frame with another value has a header, and each value
+        takes time to compare. `shards` has the weights that each replica updates.
         """
         weights = Weights(shards[self._replica])
         strides = weights.strides()
         for sender in self._senders.values():
             sender.begin(_UPDATE)
             for number, piece in enumerate(weights.parts[0], _WEIGHTS):
-                sender.send(number, (weights.read(piece), strides))
+                values = weights.read(piece)
+                sender.send(number, (values, strides) if number == _WEIGHTS else values)
 
     def receive_weights(self, shards: Sequence[Sequence[nn.Parameter]]) -> None:
         """Receive the weights that the others have updated; see :meth:`send_weights`."""
@@ -265,8 +266,10 @@ class Reduction:
             pieces = weights.parts[0]
             receiver.begin(_UPDATE, range(_WEIGHTS, _WEIGHTS + len(pieces)))
             for number, piece in enumerate(pieces, _WEIGHTS):
-                values, strides = receiver.receive(number)
-                weights.set_strides(strides)
+                values = receiver.receive(number)
+                if number == _WEIGHTS:
+                    values, strides = values
+                    weights.set_strides(strides)
                 weights.write(piece, values)
                 self._stage.tracker.progress()
                 receiver.release(number)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pipeworker.host.position import Tracker
+from pipeworker.plan.partition import PIECE_ELEMENTS
 from pipeworker.worker.step.reduction import Reduction
 
 
@@ -106,3 +107,23 @@ def test_each_piece_that_has_arrived_is_progress() -> None:
         tracker.wait(1)
         exchange()
         assert tracker.waiting == 2
+
+
+def test_strides_are_sent_once_however_many_pieces_the_weights_have() -> None:
+    """Both ends compare each plain value of a frame in every step."""
+    (layer, stage), (other, receiving) = stage_of_a_layer(), stage_of_a_layer()
+    layer.weight.data = torch.randn(2, PIECE_ELEMENTS).t()
+    other.weight.data = torch.zeros(PIECE_ELEMENTS, 2)
+    frames: dict[int, Any] = {}
+    sender: Any = SimpleNamespace(begin=lambda _: None, send=frames.__setitem__, flush=lambda: None)
+    receiver: Any = SimpleNamespace(
+        begin=lambda *_: None, release=lambda _: None, receive=frames.__getitem__
+    )
+    Reduction(stage, 0, {1: sender}, {1: receiver}).send_weights(
+        [[layer.get_parameter("weight")], []]
+    )
+    assert [type(frame) for frame in frames.values()] == [tuple, list]
+    weights = [other.get_parameter("weight")]
+    Reduction(receiving, 1, {0: sender}, {0: receiver}).receive_weights([weights, []])
+    assert torch.equal(other.weight, layer.weight)
+    assert other.weight.stride() == layer.weight.stride() == (1, PIECE_ELEMENTS)
