@@ -301,12 +301,13 @@ class Ties:
     def share(self) -> None:
         """Have places on one stage be one parameter again: an update may change the first alone.
 
-        ``owner.data = ...`` ends that they share their memory.
+        ``owner.data = ...`` ends that they share their memory, or reads it in another way, as
+        ``owner.data = owner.data.t()`` does.
         """
         for group in self._groups:
             owner = group.owner
             for parameter in group.own.values():
-                if parameter.data_ptr() != owner.data_ptr():
+                if parameter is not owner:
                     parameter.data = owner.data
                 if owner.requires_grad is not group.wanted_grad:
                     parameter.requires_grad_(owner.requires_grad)

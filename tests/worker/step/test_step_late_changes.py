@@ -182,19 +182,31 @@ class Assigns(torch.optim.SGD):
             parameter.data = parameter.data - 0.1 * parameter.grad
 
 
+class Turns(torch.optim.SGD):
+    """Assigns views of the same memory to its matrices."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data = parameter.data.t()
+
+
 def tied(first: nn.Module, last: nn.Module) -> list[nn.Module]:
     vars(last)["_parameters"]["weight"] = first.get_parameter("weight")
     return [first, nn.Linear(WIDTH, WIDTH), last]
 
 
+@pytest.mark.parametrize("kind", [Assigns, Turns])
 @pytest.mark.parametrize("stages", [1, 3])
-def test_an_optimizer_may_assign_new_tensors_to_tied_weights(stages: int) -> None:
+def test_an_optimizer_may_assign_tensors_to_tied_weights(
+    stages: int, kind: type[torch.optim.SGD]
+) -> None:
     torch.manual_seed(0)
     layers = tied(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     batches, way = batches_of(3), filled(Placement.identity(stages))
-    expected = plain(copy.deepcopy(layers), mse, batches, 1, lambda ps: Assigns(ps, lr=0.1))
+    expected = plain(copy.deepcopy(layers), mse, batches, 1, lambda ps: kind(ps, lr=0.1))
     made = Pipeline(
-        layers, mse, batches, way, microbatches=1, optimizer=lambda ps: Assigns(ps, lr=0.1)
+        layers, mse, batches, way, microbatches=1, optimizer=lambda ps: kind(ps, lr=0.1)
     )
     assert made.train(3).losses == expected.losses
 
