@@ -182,6 +182,7 @@ class StageState:
             )
             if isinstance(tensor, torch.Tensor)
             and tensor.layout is torch.strided
+            and not (tensor.is_nested or tensor.is_quantized)  # torch makes none like these on meta
             and tensor.dim() > 1
             and is_whole(tensor)
         }
@@ -380,7 +381,7 @@ def _memory_of(tensor: torch.Tensor) -> int:
 
 
 def _info_of(tensor: torch.Tensor) -> TensorInfo:
-    return tensor.dtype, tuple(tensor.shape)
+    return tensor.dtype, () if tensor.is_nested else tuple(tensor.shape)
 
 
 def is_extra_state(key: str) -> bool:
@@ -412,7 +413,7 @@ def _copied_expanded(layer: nn.Module) -> Iterator[None]:
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor.is_nested:
         return False
     sizes = zip(tensor.stride(), tensor.shape, strict=True)
     return any(not step and size > 1 for step, size in sizes)

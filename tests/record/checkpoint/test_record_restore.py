@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import cycle, permutations
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from pipeworker.record.checkpoint.stage_state import (
     OptimizerState,
     StageState,
     _copied_expanded,
+    buffer_infos,
 )
 from pipeworker.worker.internals import loads_itself
 from record.checkpoint.stages import (
@@ -300,6 +302,29 @@ def test_weights_without_elements_keep_their_dtypes(tmp_path: Path) -> None:
     save_worker_files(tmp_path, 0, 1, [checkpoints.part([left], 0)])
     restore([shard_of(tmp_path)], [checkpoints.part([right], 0)])
     assert [parameter.dtype for parameter in right] == [*dtypes]
+
+
+@pytest.mark.filterwarnings("ignore:.*(prototype stage|deprecated)")
+def test_nested_and_quantized_buffers_in_no_state_dict_are_as_they_were_built(
+    tmp_path: Path,
+) -> None:
+    """No file has them, nor their strides."""
+
+    def layer() -> nn.Module:
+        made = nn.Linear(2, 2)
+        nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
+        table = torch.quantize_per_tensor(torch.ones(3, 4), 0.1, 0, torch.qint8).t()
+        made.register_buffer("nested", nested, persistent=False)
+        made.register_buffer("table", table, persistent=False)
+        return made
+
+    one, other = layer(), layer()
+    built = [buffer_infos(one)]
+    save_worker_files(tmp_path, 0, 1, [replace(checkpoints.part([one], 0), built_buffers=built)])
+    restore([shard_of(tmp_path)], [checkpoints.part([other], 0)])
+    assert torch.equal(one.get_parameter("weight"), other.get_parameter("weight"))
+    assert other.get_buffer("nested").is_nested
+    assert other.get_buffer("table").is_quantized
 
 
 def test_optimizer_state_of_every_class_of_dict_is_restored(tmp_path: Path) -> None:
