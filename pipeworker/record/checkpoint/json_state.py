@@ -99,12 +99,14 @@ def with_strides(tensor: torch.Tensor, strides: Any) -> torch.Tensor:
     """Return a copy of a tensor with the strides of one that is whole.
 
     Raises:
-        TypeError, ValueError, RuntimeError: they are none of a tensor of this shape.
+        TypeError, RuntimeError: they are no strides.
+        ValueError: they are none of a tensor of this shape.
     """
-    if not is_whole(torch.empty_strided(tensor.shape, strides, device="meta")):
-        raise ValueError(f"the strides {strides!r:.40} leave gaps")
+    shape, fits = tensor.shape, len(strides) == tensor.dim()
+    if not (fits and is_whole(torch.empty_strided(shape, strides, device="meta"))):
+        raise ValueError(f"the strides {strides!r:.40} are none of the shape {[*shape]!r:.40}")
     kind, device = tensor.dtype, tensor.device
-    return torch.empty_strided(tensor.shape, strides, dtype=kind, device=device).copy_(tensor)
+    return torch.empty_strided(shape, strides, dtype=kind, device=device).copy_(tensor)
 
 
 def pack_tensor(tensor: torch.Tensor, tensors: Tensors, name: str) -> dict[str, Any]:

@@ -165,6 +165,9 @@ def set_strides(tensors: Sequence[torch.Tensor], strides: Mapping[int, Sequence[
 
     Returns:
         The indices of the tensors that have other memory now.
+
+    Raises:
+        ValueError: a counterpart has another shape.
     """
     changed = []
     for index in sorted(strides.keys() | strides_of(tensors).keys()):

@@ -130,15 +130,22 @@ class ReplicaBuffers:
         """Copy the bytes that :meth:`pack` returned on replica 0, where they differ.
 
         The buffers get the `strides` that they have there, which a checkpoint records.
+
+        Raises:
+            UsageError: a buffer has another size or shape there.
         """
         own_bytes = self.pack(packed.device)
+        error = UsageError(
+            f"stage {self._stage}: its buffers have other sizes on another replica; build the "
+            "same model on each"
+        )
         if own_bytes.shape != packed.shape:
-            raise UsageError(
-                f"stage {self._stage}: its buffers have other sizes on another replica; build the "
-                "same model on each"
-            )
+            raise error
         buffers = [_get(slot) for slot in self._chosen]
-        set_strides(buffers, strides)
+        try:
+            set_strides(buffers, strides)
+        except ValueError:
+            raise error from None
         if torch.equal(own_bytes, packed):
             return
         sizes = [buffer.nbytes for buffer in buffers]

@@ -247,3 +247,19 @@ def test_a_replica_without_micro_batches_gets_the_strides_of_buffers() -> None:
         turned = one.layers[1]
         assert turned.get_buffer("basis").stride() == (1, 6)
         assert turned.get_buffer("again") is turned.get_buffer("basis")
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (1, 3, 2)])
+def test_a_buffer_that_has_another_shape_on_one_replica_is_an_error(shape: tuple[int, ...]) -> None:
+    """A replica without a micro-batch would have the elements in another order."""
+    layers = [nn.BatchNorm1d(2), nn.BatchNorm1d(2)]
+    replicas = [ReplicaBuffers(0, layer) for layer in layers]
+    for layer in layers:
+        layer.running_mean = torch.ones(3, 2)
+    layers[0].running_mean = torch.ones(shape).transpose(-1, -2)
+    for buffers in replicas:
+        buffers.begin()
+        buffers.choose([])
+    packed, strides = replicas[0].pack(torch.device("cpu")), replicas[0].strides()
+    with pytest.raises(UsageError, match=r"^stage 0: its buffers have other sizes on another"):
+        replicas[1].unpack(packed, strides)
