@@ -19,7 +19,7 @@ from pipeworker.facts.position import Phase
 from pipeworker.host import streams
 from pipeworker.job.signatures import takes_steps
 from pipeworker.plan.recompute import OFFLOAD
-from pipeworker.record.checkpoint.stage_state import StageState, buffer_infos
+from pipeworker.record.checkpoint.stage_state import StageState, buffer_infos, parameter_strides
 from pipeworker.record.checkpoint.tensor_file import TensorInfo
 from pipeworker.record.weights.initial_weights import InitialWeights
 from pipeworker.wire.messages.plan import Built, Plan
@@ -56,6 +56,7 @@ class LocalStages:
         unmatched: number of names of ``--init-from`` without a counterpart.
         adapters: what makes peft's own folder of the model's weights, if it has adapters.
         built_buffers: the buffers of each stage's layers as their constructors left them.
+        built_strides: the strides of their parameters, in the same way.
         resources: closes the stages, which restores the modules' settings.
     """
 
@@ -71,6 +72,7 @@ class LocalStages:
     unmatched: int
     adapters: Mapping[str, Any] | None
     built_buffers: dict[int, list[Mapping[str, TensorInfo]]]
+    built_strides: dict[int, list[Mapping[str, tuple[int, ...]]]]
     resources: ExitStack
 
     @property
@@ -164,6 +166,7 @@ class LocalStages:
             optimizers.restart_schedulers,
             self.adapters if index == 0 and keeps_weights else None,
             self.built_buffers[index],
+            self.built_strides[index],
         )
 
 
@@ -181,6 +184,7 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
     updaters: dict[int, Updater] = {}
     ties: dict[int, Ties] = {}
     built_buffers: dict[int, list[Mapping[str, TensorInfo]]] = {}
+    built_strides: dict[int, list[Mapping[str, tuple[int, ...]]]] = {}
     config = StageConfig.of(options, loaded.device)
     copies = Copies() if accelerator is None else StreamCopies(accelerator)
     is_part = role.placement.stages > 1 or role.shards
@@ -209,6 +213,7 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
             if part.stage == role.placement.stages - 1:
                 stage.before_loss = _check_of(loaded)
             built_buffers[part.stage] = [*map(buffer_infos, layers)]
+            built_strides[part.stage] = [*map(parameter_strides, layers)]
             resources.callback(stage.deferred.restore_modules)
             if ties_of is not None:
                 ties[part.stage] = ties_of
@@ -237,6 +242,7 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
             *(model.borrowing, is_part, unmatched),
             model.adapters() if 0 in stages else None,
             built_buffers,
+            built_strides,
             resources.pop_all(),
         )
 

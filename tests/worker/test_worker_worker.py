@@ -183,6 +183,19 @@ def test_a_worker_neither_saves_nor_restores_once_its_call_has_returned(tmp_path
     worker.close()
 
 
+def test_a_checkpoint_has_the_strides_of_weights_that_have_been_replaced(tmp_path: Path) -> None:
+    """A job file that has changed since gives the others their strides."""
+    alone = start_worker(
+        tmp_path, JOB.replace("nn.Linear(3, 1)", "nn.Linear(3, 3), nn.Linear(3, 1)")
+    )
+    stages = alone.worker.planned.stages
+    assert stages.part(0).strides() == {}
+    weight: Any = stages.stages[0].layers[0].weight
+    weight.data = weight.data.t().contiguous().t()
+    assert stages.part(0).strides() == {"0.weight": [1, 3]}
+    alone.worker.close()
+
+
 def test_a_worker_that_transfers_its_state_to_another_replica_does_not_wait(
     tmp_path: Path,
 ) -> None:

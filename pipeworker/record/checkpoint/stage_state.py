@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ class StageState:
         adapters: what makes peft's own folder of the whole model's weights, saved with one stage;
             see :func:`pipeworker.record.weights.conversions.describe_adapters`.
         built_buffers: the buffers of each layer as its constructor left them.
+        built_strides: the strides of each layer's parameters as its constructor left them.
     """
 
     names: LayerNames
@@ -65,6 +67,7 @@ class StageState:
     restart_schedulers: Callable[[int], None] | None = None
     adapters: Mapping[str, Any] | None = None
     built_buffers: Sequence[Mapping[str, TensorInfo]] = ()
+    built_strides: Sequence[Mapping[str, tuple[int, ...]]] = ()
 
     def indexed(self) -> Iterator[tuple[int, nn.Module, Mapping[str, Any]]]:
         """Yield each layer's index in the model, the layer and its state dict."""
@@ -171,10 +174,13 @@ class StageState:
         """Return the strides of parameters, buffers and extra state with several dims, by name.
 
         A tensor that is expanded, or a part of other memory, is left out: a copy has other strides.
+        So is a parameter with the strides that its layer was built with: if the job file has
+        changed, as to channels_last, a run that resumes has those that the file gives now.
         """
+        built = chain(self.built_strides, repeat(dict[str, tuple[int, ...]]()))
         return {
             self.names.parameter(index, key): [*tensor.stride()]
-            for index, layer, state in self.indexed()
+            for (index, layer, state), strides in zip(self.indexed(), built, strict=False)
             for key, tensor in (
                 *layer.named_parameters(remove_duplicate=False),
                 *layer.named_buffers(remove_duplicate=False),
@@ -185,6 +191,7 @@ class StageState:
             and not (tensor.is_nested or tensor.is_quantized)  # torch makes none like these on meta
             and tensor.dim() > 1
             and is_whole(tensor)
+            and tensor.stride() != strides.get(key)
         }
 
     def aliases(self) -> dict[str, str]:
@@ -372,6 +379,15 @@ def check_savable(
 def buffer_infos(layer: nn.Module) -> dict[str, TensorInfo]:
     """Return the dtype and the shape of each buffer of a layer, by all of its names."""
     return {key: _info_of(buffer) for key, buffer in layer.named_buffers(remove_duplicate=False)}
+
+
+def parameter_strides(layer: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the strides of each dense parameter of a layer, by all of its names."""
+    return {
+        key: parameter.stride()
+        for key, parameter in layer.named_parameters(remove_duplicate=False)
+        if parameter.layout is torch.strided and not parameter.is_nested
+    }
 
 
 def _memory_of(tensor: torch.Tensor) -> int:

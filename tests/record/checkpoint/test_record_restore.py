@@ -26,6 +26,7 @@ from pipeworker.record.checkpoint.stage_state import (
     StageState,
     _copied_expanded,
     buffer_infos,
+    parameter_strides,
 )
 from pipeworker.worker.internals import loads_itself
 from record.checkpoint.stages import (
@@ -302,6 +303,19 @@ def test_weights_without_elements_keep_their_dtypes(tmp_path: Path) -> None:
     save_worker_files(tmp_path, 0, 1, [checkpoints.part([left], 0)])
     restore([shard_of(tmp_path)], [checkpoints.part([right], 0)])
     assert [parameter.dtype for parameter in right] == [*dtypes]
+
+
+def test_a_job_file_that_has_changed_gives_weights_other_strides(tmp_path: Path) -> None:
+    """Those that an optimizer has replaced have the strides of the update."""
+    one, other = (nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(3, 3)) for _ in range(2))
+    built = [parameter_strides(one)]
+    one[1].weight.data = torch.linalg.qr(one[1].get_parameter("weight").detach()).Q
+    other[0].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    save_worker_files(tmp_path, 0, 1, [replace(checkpoints.part([one], 0), built_strides=built)])
+    restore([shard_of(tmp_path)], [checkpoints.part([other], 0)])
+    image, matrix = (layer.get_parameter("weight") for layer in other)
+    assert image.is_contiguous(memory_format=torch.channels_last)
+    assert matrix.stride() == (1, 3)
 
 
 @pytest.mark.filterwarnings("ignore:.*(prototype stage|deprecated)")
