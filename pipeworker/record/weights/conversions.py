@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -56,10 +57,7 @@ class Conversion:
     def __init__(self, module: nn.Module) -> None:
         state = module.state_dict(keep_vars=True)
         self._names = frozenset(state)
-        self._alike: defaultdict[int, list[str]] = defaultdict(list)
-        """The names of each tensor of the module, by its id: files may have any of them."""
-        for name, tensor in state.items():
-            self._alike[id(tensor)].append(name)
+        self._alike = [[name for name in names if name in state] for names in names_of(module)]
         self._base: Any = base_of(module)
         self.adapters = adapters_of(module)
         self._full = {name: [name] for name in state}
@@ -92,7 +90,7 @@ class Conversion:
                 name = first.replace(rule.target_patterns[0], target)
                 convert = partial(self._convert, rule, first, parts, name)
                 found |= {full: Source(names, convert) for full in self._full.get(name, [name])}
-        for alike in self._alike.values():
+        for alike in self._alike:  # files may have any of these names
             source = next((found[name] for name in alike if name in found), None)
             if source is not None:
                 found = dict.fromkeys(alike, source) | found
@@ -134,6 +132,18 @@ class Conversion:
             own.add_tensor(first, stored, pattern, tensor)
         made = own.convert(first, model=self._base, config=self._base.config)[name]
         return made[0] if isinstance(made, list) else made
+
+
+def names_of(module: nn.Module) -> Iterable[list[str]]:
+    """Return the names of each parameter and buffer of a module, in its order."""
+    found: defaultdict[int, list[str]] = defaultdict(list)
+    tensors: Iterable[tuple[str, torch.Tensor]] = chain(
+        module.named_parameters(remove_duplicate=False),
+        module.named_buffers(remove_duplicate=False),
+    )
+    for name, tensor in tensors:
+        found[id(tensor)].append(name)
+    return found.values()
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from pipeworker.record.checkpoint.checkpoint import Checkpoint, PackedValue
 from pipeworker.record.checkpoint.stage_state import StageState, UserCode, is_extra_state
 from pipeworker.record.checkpoint.state_dict_diff import StateDictDiff, some
 from pipeworker.record.checkpoint.tensor_file import TensorFile
-from pipeworker.record.weights.conversions import Conversion, Source, only
+from pipeworker.record.weights.conversions import Conversion, Source, names_of, only
 from pipeworker.record.weights.weight_files import SAFETENSORS, find_weight_files, naming_option
 
 _ALONE = "save model.state_dict() alone"
@@ -160,7 +158,7 @@ class InitialWeights:
     def _state_of(self, index: int, layer: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of a layer's state dict that the file has."""
         found: dict[str, Any] = {}
-        same = _names_of_tensors(layer)
+        same = {key: keys for keys in names_of(layer) for key in keys}
         for key, value in state.items():
             full = self._names.parameter(index, key)
             names = [self._names.parameter(index, other) for other in same.get(key, (key,))]
@@ -194,14 +192,3 @@ class InitialWeights:
         found, wanted = ((tensor.dtype, tuple(tensor.shape)) for tensor in (loaded, value))
         self.diff.add_different(name, found, wanted)
         return False
-
-
-def _names_of_tensors(layer: nn.Module) -> dict[str, list[str]]:
-    """Return for each name of a tensor in the layer all names of that tensor."""
-    found: defaultdict[int, list[str]] = defaultdict(list)
-    tensors: Iterable[tuple[str, torch.Tensor]] = chain(
-        layer.named_parameters(remove_duplicate=False), layer.named_buffers(remove_duplicate=False)
-    )
-    for key, tensor in tensors:
-        found[id(tensor)].append(key)
-    return {key: keys for keys in found.values() for key in keys}

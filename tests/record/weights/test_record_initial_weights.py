@@ -431,3 +431,29 @@ def test_a_file_may_have_any_name_of_a_weight_of_the_module() -> None:
         }
     both = Conversion(Shared()).sources(weights)
     assert [both[name].stored for name in weights] == [(name,) for name in weights]
+
+
+class Counting(nn.Linear):
+    """Has a number as extra state, which other modules may have as the same object."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, size)
+        self.count = 0
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+
+def test_an_equal_extra_state_of_two_modules_is_no_weight_with_two_names() -> None:
+    module = nn.Sequential(Counting(2), Counting(2))
+    stored = ["0.weight", "0._extra_state"]
+    assert {*Conversion(module).sources(stored)} == {*stored}
+
+
+def test_a_name_that_only_a_hook_gives_to_a_weight_is_not_read() -> None:
+    """No layer has it, so that a file would be rejected for a name that it has not."""
+    module: Any = nn.Linear(2, 2)
+    module.register_state_dict_post_hook(
+        lambda one, state, prefix, _: state.update({f"{prefix}old": one.weight})
+    )
+    assert [*Conversion(module).sources(["weight"])] == ["weight"]
