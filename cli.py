@@ -344,6 +344,9 @@ def export(
       weights/, weights     a folder in Hugging Face's layout: model.safetensors,
                             or several files of at most SIZE with an index
     """
+    from launcher import local
+
+    local.check_current_folder()  # first: it imports torch
     from pipeworker.plan.figures import plural
     from pipeworker.record.weights.export import export_weights
 
@@ -387,7 +390,8 @@ def init(file: Path, example: str) -> None:
 @JSON
 def env(*, as_json: bool) -> None:
     """Show versions, devices, limits and variables, for a bug report."""
-    from launcher import machine
+    from launcher import local, machine
 
+    local.check_current_folder()
     found = machine.facts()
     click.echo(json.dumps(found, indent=2) if as_json else machine.text(found))

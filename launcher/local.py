@@ -346,18 +346,22 @@ def run(prepared: PreparedRun, view: Style, agents: Sequence[RemoteAgent]) -> in
     return verdict.exit_status
 
 
-def check_surroundings(job_file: Path) -> None:
-    """Reject a job without a current folder, or whose file is a pipe, before paths are resolved.
-
-    Math libraries of torch abort without a current folder, and a pipe that a shell makes, as for
-    ``<(…)``, has no path.
-    """
+def check_current_folder() -> None:
+    """Raise UsageError if the current folder was removed: math libraries of torch abort there."""
     try:
         Path.cwd()
     except OSError as error:
         raise UsageError(
             f"the current folder is gone: {error.strerror}; change to another one"
         ) from None
+
+
+def check_surroundings(job_file: Path) -> None:
+    """Reject a job without a current folder, or whose file is a pipe, before paths are resolved.
+
+    A pipe that a shell makes, as for ``<(…)``, has no path.
+    """
+    check_current_folder()
     with suppress(OSError):  # check_job_file() reports it
         if job_file.is_fifo():  # it might have no writer, and each process reads the file
             raise UsageError(f"job file {job_file}: it is a pipe; give the path of a Python file")

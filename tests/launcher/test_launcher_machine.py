@@ -47,6 +47,19 @@ def test_env_shows_why_torch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(ran.stdout)["devices"] == "unknown: torch failed: Invalid log settings: x"
 
 
+@pytest.mark.parametrize("words", [("env",), ("export", "/run", "/run/out.pt")])
+def test_commands_that_import_torch_reject_a_current_folder_that_is_gone(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Math libraries of torch end their process there."""
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    ran = CliRunner().invoke(cli.main, words)
+    reason = "the current folder is gone: No such file or directory; change to another one"
+    assert (ran.exit_code, ran.output) == (2, f"error: {reason}\n")
+
+
 def test_env_shows_the_version_of_each_package_that_is_required() -> None:
     setup = configparser.ConfigParser()
     setup.read(Path(cli.__file__).with_name("setup.cfg"))
