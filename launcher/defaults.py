@@ -198,7 +198,7 @@ def _similar(name: str, known: Collection[str]) -> list[str]:
 def _is_hidden(path: Path) -> bool:
     """Return whether a folder of the path cannot be searched, whether or not the file exists."""
     try:
-        path.stat()
+        path.lstat()  # what a link leads to may be hidden, and the link is not
     except OSError:
         return True
     return False

@@ -189,11 +189,25 @@ def test_a_folder_that_cannot_be_searched_is_named(monkeypatch: pytest.MonkeyPat
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
-    monkeypatch.setattr(Path, "stat", refuse)
+    monkeypatch.setattr(Path, "lstat", refuse)
     with pytest.raises(UsageError) as caught:
         Defaults.find([Path()])
     reason = f"{Path().absolute()}: cannot be searched for pipeworker.toml: Permission denied"
     assert str(caught.value) == f"{reason}; make it accessible, or change to another folder"
+
+
+def test_a_link_into_a_folder_that_cannot_be_searched_is_named_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> NoReturn:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    (link := tmp_path / "pipeworker.toml").symlink_to("hidden/pipeworker.toml")
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(UsageError) as caught:
+        Defaults.find([tmp_path])
+    reason = f"{link}: cannot be read: Permission denied"
+    assert str(caught.value) == f"{reason}; make it readable, or remove it"
 
 
 def test_an_error_of_a_value_out_of_range_names_its_source(
