@@ -47,8 +47,16 @@ class Shorter(Coder):
         return self.decode(out) if self.training else out
 
 
+class Graded(Coder):
+    """Has another operation where gradients are wanted, which no evaluation pass does."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = self.decode(self.spread(self.mean(x)))
+        return out * 2 if torch.is_grad_enabled() else out
+
+
 class Dropping(Coder):
-    """Has the same operations in both modes, with other arguments, and skips numbers of its own."""
+    """Has the same operations in both modes, with other arguments, and draws numbers apart."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,6 +65,8 @@ class Dropping(Coder):
     def forward(self, x: torch.Tensor) -> Any:
         if self.training:
             torch.rand(1)
+        else:
+            torch.rand(2)
         out = functional.dropout(self.mean(x), 0.5, training=self.training)
         return self.decode(self.norm(self.drop(self.spread(out))))
 
@@ -73,6 +83,7 @@ class Failing(Coder):
 DIFFERENT = [
     (Coder, r"layer 2 \(decode\): .*it has 3 operations up to decode, and had 7"),
     (Scaled, r"layer 2 \(decode\): .*it has 3 operations in all, and had 4"),
+    (Graded, r"layer 2 \(decode\): .*it has 3 operations in all, and had 4"),
     (Shorter, r"layer 2 \(decode\): .*it ends early"),
 ]
 
@@ -97,7 +108,10 @@ def test_a_way_of_its_own_in_eval_mode_is_refused_if_the_job_evaluates(
 def test_the_same_operations_in_both_modes_and_an_error_of_the_user_are_no_reason_to_refuse(
     kind: type[Coder],
 ) -> None:
-    module, plan = planned(kind, evaluates=True)
+    module, batch = kind(), torch.randn(4, WIDTH)
+    drawn = torch.get_rng_state()
+    plan = plan_of(module, NO_TYPES, batch, evaluates=True)
+    assert torch.equal(torch.get_rng_state(), drawn)
     assert plan == plan_of(module, NO_TYPES, torch.randn(4, WIDTH))
     assert all(one.training for one in module.modules())
 
