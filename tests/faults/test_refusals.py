@@ -23,7 +23,7 @@ from pipeworker.errors import UsageError
 from pipeworker.ranks import rank_info
 from pipeworker.timings import DEFAULT
 from support.processes.nanobind import without_reports
-from support.real_jobs.jobs import COMMAND, Jobs, Run, cpu_seconds, processes_of, until
+from support.real_jobs.jobs import COMMAND, Jobs, Record, Run, cpu_seconds, processes_of, until
 from support.real_jobs.sources import JOB
 from support.slow import mostly_slow, slow
 
@@ -237,6 +237,24 @@ def test_too_few_descriptors(jobs: Jobs, most: int) -> None:
     assert "Traceback" not in done.stderr, done.stderr
     assert "Too many open files" in done.stderr
     until(lambda: not processes_of(jobs.folder))
+
+
+def test_a_run_whose_next_coordinator_cannot_start_keeps_its_steps(jobs: Jobs) -> None:
+    run = jobs.run(*WORDS, source=JOB)
+    steps = run.summary["steps"]
+    assert (run.status, steps > 0) == (0, True), run.stderr
+    words = ["--resume", "--run-dir", str(run.path), "--steps", str(steps + 1)]
+    done = subprocess.run(
+        [*COMMAND, "launch", *words, str(jobs.folder / "job.py")],
+        cwd=jobs.folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30)),
+    )
+    assert done.stderr.count("cannot start the coordinator: Too many open files") == 1, done.stderr
+    summary = Record(run.path).summary
+    assert (summary["status"], summary["steps"]) == ("failed", steps)
 
 
 @root
