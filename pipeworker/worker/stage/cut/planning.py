@@ -63,6 +63,11 @@ _NO_DATA = ("data is not allocated yet", ".numpy() is not supported for tensor s
 for an array of NumPy."""
 
 
+def needs_numbers(error: Exception) -> bool:
+    """Return whether code was refused the numbers of a tensor that has none."""
+    return type(error).__name__ in _NEEDS_NUMBERS or any(text in str(error) for text in _NO_DATA)
+
+
 class Planning:
     """A run that makes a plan; its arguments are as in :class:`Forward`.
 
@@ -137,9 +142,7 @@ class Planning:
         except Exception as error:
             if self._guards.refusal is not None:
                 raise self._guards.refusal from None
-            if type(error).__name__ in _NEEDS_NUMBERS or any(
-                text in str(error) for text in _NO_DATA
-            ):
+            if needs_numbers(error):
                 raise self._needs_numbers(error) from error
             layer, unit = self._here()
             count = next((len(tensor) for tensor in tensors if tensor.dim()), 1)

@@ -31,7 +31,7 @@ from pipeworker.worker.stage.cut.forward import Forward
 from pipeworker.worker.stage.cut.guards import refused
 from pipeworker.worker.stage.cut.isolation import Isolation
 from pipeworker.worker.stage.cut.objects import held_within
-from pipeworker.worker.stage.cut.planning import Planning
+from pipeworker.worker.stage.cut.planning import Planning, needs_numbers
 from pipeworker.worker.stage.cut.shapes import HollowUnit
 from pipeworker.worker.stage.cut.trace import Trace, is_object, without_content
 from pipeworker.worker.stage.cut.units import CPU, call_of
@@ -201,7 +201,10 @@ class EvaluationRehearsal(Forward):
                 self.run(module, batch)
         except UsageError:
             raise
-        except Exception:
+        except Exception as error:
+            if needs_numbers(error):
+                reason = f"it needs the numbers of an activation, at {line_of_error(error)}"
+                raise self._elsewhere(reason, in_forward=False) from error
             return
         self._check_count(self._layer, "in all")
 

@@ -104,6 +104,36 @@ def test_a_way_of_its_own_in_eval_mode_is_refused_if_the_job_evaluates(
     assert len(planned(kind, evaluates=False)[1]) == 3
 
 
+class Checked(Coder):
+    """Looks at an activation in eval mode, which a stage that does not compute it cannot do."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = self.spread(self.mean(x))
+        if not self.training and bool((out > 1e9).any()):
+            raise ValueError("it diverges")
+        return self.decode(out)
+
+
+class Listed(Coder):
+    """Does so by a method that counts as no operation."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = self.spread(self.mean(x))
+        if not self.training:
+            out.numpy()
+        return self.decode(out)
+
+
+@pytest.mark.parametrize("kind", [Checked, Listed])
+def test_the_numbers_of_an_activation_are_refused_in_eval_mode_too(kind: type[Coder]) -> None:
+    reason = (
+        r"layer 2 \(decode\): .*, in eval mode: it needs the numbers of an activation, at test_"
+    )
+    with pytest.raises(UsageError, match=reason):
+        planned(kind, evaluates=True)
+    assert len(planned(kind, evaluates=False)[1]) == 3
+
+
 @pytest.mark.parametrize("kind", [Dropping, Failing])
 def test_the_same_operations_in_both_modes_and_an_error_of_the_user_are_no_reason_to_refuse(
     kind: type[Coder],
