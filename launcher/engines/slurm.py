@@ -70,6 +70,7 @@ _ONE_TASK = (
     "each node has one job step of one task, which would not get the GPUs of the node; use "
     "--gpus-per-node"
 )
+_ALONE = "unset SLURM_JOB_ID to run on this host alone"
 _INTERACTIVE_STEP = "4294967290"
 """The number of the step in which salloc may run its shell: no step of the user's."""
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "CONFIGURING", "SUSPENDED")
@@ -312,10 +313,11 @@ def allocated_nodes(environment: Mapping[str, str]) -> tuple[tuple[str, int], ..
         listed = environment["SLURM_JOB_NODELIST"]
         cores = parse_counts(environment["SLURM_JOB_CPUS_PER_NODE"])
     except KeyError as error:
-        raise UsageError(
-            f"Slurm's environment: {error} is not set; unset SLURM_JOB_ID to run on this host alone"
-        ) from None
-    nodes = _run("scontrol", "show", "hostnames", listed).split()
+        raise UsageError(f"Slurm's environment: {error} is not set; {_ALONE}") from None
+    try:
+        nodes = _run("scontrol", "show", "hostnames", listed).split()
+    except PipeworkerError as error:  # as in a container without Slurm's commands
+        raise PipeworkerError(f"{error}; {_ALONE}") from None
     if len(nodes) != len(cores):
         raise UsageError(f"Slurm's environment: {len(nodes)} nodes, but {len(cores)} counts")
     tasks = parse_counts(environment.get("SLURM_TASKS_PER_NODE", "1"))

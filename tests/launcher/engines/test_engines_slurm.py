@@ -386,7 +386,9 @@ def test_paths_and_messages_have_any_bytes(commands: Path) -> None:
         Slurm().submit(spec)
 
 
-def test_the_allocation_comes_from_the_environment(commands: Path) -> None:
+def test_the_allocation_comes_from_the_environment(
+    commands: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stand_in(commands, "scontrol", "echo n1; echo n2")
     environment = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_CPUS_PER_NODE": "4(x2)"}
     assert slurm.allocated_nodes(environment) == (("n1", 4), ("n2", 4))
@@ -395,3 +397,6 @@ def test_the_allocation_comes_from_the_environment(commands: Path) -> None:
             slurm.allocated_nodes({k: v for k, v in environment.items() if k != name})
     with pytest.raises(UsageError, match="2 nodes, but 1 counts"):
         slurm.allocated_nodes({**environment, "SLURM_JOB_CPUS_PER_NODE": "4"})
+    monkeypatch.setenv("PATH", str(commands / "none"))  # as in a container
+    with pytest.raises(PipeworkerError, match=r"scontrol: No such file .*; unset SLURM_JOB_ID to"):
+        slurm.allocated_nodes(environment)
