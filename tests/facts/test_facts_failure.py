@@ -11,7 +11,7 @@ from pipeworker.facts.failure import describe_exit
 
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGKILL", "SIGSEGV", "SIGTERM", "SIGXCPU", "SIGXFSZ"])
 def test_a_signal_is_named(name: str) -> None:
-    """SIGXCPU is the one of `ulimit -t`."""
+    """SIGXCPU is the one of `ulimit -S -t`; a hard limit kills."""
     assert describe_exit(-signal.Signals[name]) == f"was killed by {name}"
 
 
