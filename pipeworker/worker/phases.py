@@ -21,7 +21,7 @@ from pipeworker.job.file import HOOKS
 from pipeworker.job.hooks import called_with_records, hooks_of
 from pipeworker.job.signatures import takes_steps
 from pipeworker.plan.actions import Action, Edge, parse_actions
-from pipeworker.record.checkpoint.stage_state import check_savable
+from pipeworker.record.checkpoint.worker_content import check_savable
 from pipeworker.record.files.located import located
 from pipeworker.trace.recorder import Recorder, record_unfinished_in, start_row
 from pipeworker.trace.ring import Ring

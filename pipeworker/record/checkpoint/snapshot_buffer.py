@@ -19,8 +19,9 @@ from pipeworker.record.checkpoint.snapshot_memory import (
     LacksMemory,
     SnapshotMemory,
 )
-from pipeworker.record.checkpoint.stage_state import StageState, TensorContent, WorkerContent
+from pipeworker.record.checkpoint.stage_state import StageState
 from pipeworker.record.checkpoint.tensor_file import TensorInfo, file_layout, raw_bytes
+from pipeworker.record.checkpoint.worker_content import TensorContent, WorkerContent
 
 CopyPairs = list[tuple[torch.Tensor, torch.Tensor]]
 """Copies to make: the target and the source of each, of one shape and dtype."""

@@ -18,7 +18,8 @@ from pipeworker.record.checkpoint.manifest import WorkerFiles
 from pipeworker.record.checkpoint.restore import check_fits, restore, restored_position
 from pipeworker.record.checkpoint.snapshot_buffer import SnapshotBuffer, snapshot_files
 from pipeworker.record.checkpoint.snapshot_memory import SnapshotMemory
-from pipeworker.record.checkpoint.stage_state import StageState, check_savable
+from pipeworker.record.checkpoint.stage_state import StageState
+from pipeworker.record.checkpoint.worker_content import check_savable
 from pipeworker.record.files.located import located
 from pipeworker.wire.messages.checkpoint import Copy, Restore, Save, Saved
 from pipeworker.wire.messages.plan import Plan

@@ -23,8 +23,9 @@ from pipeworker.facts.layer_names import LayerNames
 from pipeworker.record.checkpoint.checkpoint import Checkpoint
 from pipeworker.record.checkpoint.json_state import InvalidState, pack, unpack
 from pipeworker.record.checkpoint.manifest import MANIFEST, Manifest
-from pipeworker.record.checkpoint.stage_state import StageState, check_savable
+from pipeworker.record.checkpoint.stage_state import StageState
 from pipeworker.record.checkpoint.tensor_file import TensorFile
+from pipeworker.record.checkpoint.worker_content import check_savable
 from support.in_process.checkpoints import optimizer_state, part, save_worker_files
 
 
