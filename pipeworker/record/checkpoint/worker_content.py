@@ -1,4 +1,4 @@
-"""What a worker saves of its stages: weights, other tensors, and the rest as JSON."""
+"""The content of the files of a worker: weights, other tensors, and the rest as JSON."""
 
 from __future__ import annotations
 

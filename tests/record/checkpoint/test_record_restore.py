@@ -306,7 +306,7 @@ def test_weights_without_elements_keep_their_dtypes(tmp_path: Path) -> None:
 
 
 def test_a_job_file_that_has_changed_gives_weights_other_strides(tmp_path: Path) -> None:
-    """Those that an optimizer has replaced have the strides of the update."""
+    """Weights that an optimizer has replaced have the strides of the update."""
     one, other = (nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(3, 3)) for _ in range(2))
     built = [parameter_strides(one)]
     one[1].weight.data = torch.linalg.qr(one[1].get_parameter("weight").detach()).Q
