@@ -55,11 +55,33 @@ def departed(unit: str) -> tuple[str, str, str]:
     return _LEFT.format(f"a stage that ends behind {unit}"), "in its next run", remedy
 
 
-class Rehearsal(Forward):
+class _OnStandIns(Forward):
+    """One run of all layers on stand-ins.
+
+    Args:
+        planning: the run that made the plan.
+        parameters: the names of the hollow module's parameters, by id.
+    """
+
+    def __init__(self, planning: Planning, parameters: dict[int, str]) -> None:
+        plan = planning.plan
+        super().__init__(plan, planning.types, parameters, CPU, len(plan) + 1, (), (), {})
+        self._described = [*planning.described]
+
+    def begin(self, value: Any) -> Any:
+        """Return the module's input."""
+        return value
+
+    def end(self) -> None:
+        """Leave the forward: no stage follows."""
+
+
+class Rehearsal(_OnStandIns):
     """One run of a hollow module's forward, which raises where it differs from an earlier one.
 
     Args:
         planning: the earlier run.
+        parameters: the names of the hollow module's parameters, by id.
         cause: for the message, one of the causes above.
         units: the units of the module by name.
         isolation: of the earlier run of the same module; None if this is another copy of it.
@@ -75,10 +97,8 @@ class Rehearsal(Forward):
         isolation: Isolation | None,
         stop: int | None,
     ) -> None:
-        plan = planning.plan
-        super().__init__(plan, planning.types, parameters, CPU, len(plan) + 1, (), (), {})
+        super().__init__(planning, parameters)
         self.stop = self.stop if stop is None else stop
-        self._described = [*planning.described]
         self._planning, self._expected = planning, planning.trace.calls
         self._trace, self._cause = Trace(), cause
         self._hollow, self._isolation, self._inside = units, isolation, False
@@ -97,13 +117,6 @@ class Rehearsal(Forward):
             ) from error
         if self.stop > len(self._plan) and len(self._trace.calls) != len(self._expected):
             raise self._elsewhere("it ends early")
-
-    def begin(self, value: Any) -> Any:
-        """Return the module's input."""
-        return value
-
-    def end(self) -> None:
-        """Leave the forward: no stage follows."""
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compare one call of a function of torch outside of units, then do it."""
@@ -175,25 +188,15 @@ class Rehearsal(Forward):
         return refused(layer, self._plan.units[layer], what, remedy)
 
 
-class EvaluationRehearsal(Forward):
-    """One run in eval mode, on stand-ins, which raises where an evaluation pass would.
-
-    Args:
-        planning: the run that made the plan.
-        parameters: the names of the hollow module's parameters, by id.
-    """
-
-    def __init__(self, planning: Planning, parameters: dict[int, str]) -> None:
-        plan = planning.plan
-        super().__init__(plan, planning.types, parameters, CPU, len(plan) + 1, (), (), {})
-        self._described = [*planning.described]
-        self._is_training = False
+class EvaluationRehearsal(_OnStandIns):
+    """One run in eval mode, which raises where an evaluation pass would."""
 
     def rehearse(self, module: nn.Module, batch: Any) -> None:
         """Run the forward; raise UsageError if it has other units or operations than in training.
 
         Another error is left to the first pass: a later mini-batch may not cause it.
         """
+        self._is_training = False
         for one in module.modules():
             one.training = False
         try:
@@ -207,13 +210,6 @@ class EvaluationRehearsal(Forward):
                 raise self._elsewhere(reason, in_forward=False) from error
             return
         self._check_count(self._layer, "in all")
-
-    def begin(self, value: Any) -> Any:
-        """Return the module's input."""
-        return value
-
-    def end(self) -> None:
-        """Leave the forward: no stage follows."""
 
 
 def _with_own_content(leaf: Any) -> Any:
