@@ -135,17 +135,16 @@ class ReplicaBuffers:
             UsageError: a buffer has another size or shape there.
         """
         own_bytes = self.pack(packed.device)
-        error = UsageError(
-            f"stage {self._stage}: its buffers have other sizes on another replica; build the "
-            "same model on each"
-        )
-        if own_bytes.shape != packed.shape:
-            raise error
         buffers = [_get(slot) for slot in self._chosen]
         try:
+            if own_bytes.shape != packed.shape:
+                raise ValueError
             set_strides(buffers, strides)
         except ValueError:
-            raise error from None
+            raise UsageError(
+                f"stage {self._stage}: its buffers have other sizes on another replica; build the "
+                "same model on each"
+            ) from None
         if torch.equal(own_bytes, packed):
             return
         sizes = [buffer.nbytes for buffer in buffers]
