@@ -41,6 +41,7 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest = Manifest.read(path / MANIFEST)
+        self._read: dict[Path, dict[str, Any]] = {}
 
     def worker_files(self) -> list[WorkerFiles]:
         """Return the files of each worker, which exist and have the right sizes."""
@@ -87,8 +88,7 @@ class Checkpoint:
     def _aliases(self) -> Iterator[tuple[str, str]]:
         """Yield the further names of weights that have several in a layer, with the first."""
         for files in self.worker_files():
-            self.manifest.check_files(self.path, files.state.name)
-            found = read_plain(files.state).get("aliases", {})  # none in older files
+            found = self._plain(files.state).get("aliases", {})  # none in older files
             try:
                 yield from msgspec.convert(found, dict[str, str]).items()
             except msgspec.ValidationError as error:
@@ -98,8 +98,7 @@ class Checkpoint:
         """Return what state dicts have besides weights, by name; it is read when it is needed."""
         found: dict[str, PackedValue] = {}
         for files in self.worker_files():
-            self.manifest.check_files(self.path, files.state.name)
-            if extra := read_plain(files.state)["extra"]:
+            if extra := self._plain(files.state)["extra"]:
                 self.manifest.check_files(self.path, files.optimizer.name)
                 packed = partial(PackedValue, files.state, TensorFile(files.optimizer))
                 found |= {name: packed(value) for name, value in extra.items()}
@@ -108,12 +107,18 @@ class Checkpoint:
     def adapters(self) -> Adapters | None:
         """Return what makes peft's own folder of the weights, if the model has adapters."""
         path = self.worker_files()[0].state  # of the worker with stage 0
-        self.manifest.check_files(self.path, path.name)
-        found = read_plain(path).get("adapters")
+        found = self._plain(path).get("adapters")
         try:
             return msgspec.convert(found, Adapters | None)
         except msgspec.ValidationError as error:
             raise invalid(path, error) from None
+
+    def _plain(self, path: Path) -> dict[str, Any]:
+        """Return the content of a worker's JSON file, which is read once."""
+        if path not in self._read:
+            self.manifest.check_files(self.path, path.name)
+            self._read[path] = read_plain(path)
+        return self._read[path]
 
 
 @dataclass(frozen=True, slots=True)
